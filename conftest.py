@@ -1,0 +1,21 @@
+"""What every doctest may name, and one torch thread per test process."""
+
+import pytest
+import torch
+
+import sparing
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace):
+    doctest_namespace.update(torch=torch, sparing=sparing)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_start():
+    torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    """Two workers share two cores; threads inside each would only fight."""
+    torch.set_num_threads(1)

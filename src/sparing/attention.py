@@ -1,0 +1,165 @@
+"""The one door: `attention()` checks a call, normalises it and hands it to a method.
+
+Everything that could go silently wrong in a method is settled here once: masks, types, head groups, padding, seeds,
+refusals, and entries that are infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparing.call import Call
+from sparing.check import check_call, check_inputs
+from sparing.draws import Draws
+from sparing.method import Method, Projection
+from sparing.method import method as _method
+from sparing.quarantine import quarantine
+
+Impl = Literal["auto", "reference", "native"]
+
+
+class Inspection(NamedTuple):
+    """What `inspect()` returns."""
+
+    output: Tensor
+    lse: Tensor | None  #: [B, H, n_q] log-sum-exp of the logits that the output was normalised with
+    statistics: dict[str, Tensor]  #: facts the method noted: sample counts, bounds, indices, keys touched
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: str | Method = "exact",
+    seed: int | None = None,
+    impl: Impl = "auto",
+    query_mask: Tensor | None = None,
+    streams: Sequence[int] | None = None,
+    state: nn.Module | None = None,
+) -> Tensor:
+    """Attention by any method; the first eight arguments are those of `scaled_dot_product_attention`.
+
+    query is [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a `Projection`; returns [B, H, n_q, e].
+
+    attn_mask: boolean (True = attend) or additive, broadcastable to [B, H, n_q, n_k]. A mask of shape [B, 1, 1, n_k]
+        is a key-padding mask, which nearly every method supports. Unlike SDPA, it may be combined with is_causal.
+    is_causal: query i sees keys 0..i (upper-left aligned, like SDPA).
+    method: a `Method` or its spec string, such as "nystrom(landmarks=64)".
+    seed: fixes all random choices; the result then depends on nothing but the arguments. None draws one number from
+        torch's global generator.
+    impl: "auto" takes the fastest path that covers the call, "reference" the plain specification; "native" insists on
+        a compiled kernel and raises where there is none.
+    query_mask: boolean [B, n_q]; rows of False give zeros and influence no other row. None: every row is computed, and
+        where n_q == n_k the queries at padded key positions (self-attention) influence no other row.
+    streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
+    state: the learned state of the method, when a module owns one.
+
+    A query with nothing to attend to gives zeros. What a method cannot do, it refuses: `Unsupported` names the way out.
+
+    >>> q, k, v = torch.randn(3, 1, 8, 256, 64).unbind(0)
+    >>> sparing.attention(q, k, v, method="nystrom(landmarks=32)", seed=0).shape
+    torch.Size([1, 8, 256, 64])
+    """
+    return _run(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
+        state, None,
+    )  # fmt: skip
+
+
+def inspect(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: str | Method = "exact",
+    seed: int | None = None,
+    impl: Impl = "auto",
+    query_mask: Tensor | None = None,
+    streams: Sequence[int] | None = None,
+    state: nn.Module | None = None,
+) -> Inspection:
+    """`attention()` with what the method knows about its result: the log-sum-exp and its statistics."""
+    notes: dict[str, Tensor] = {}
+    output = _run(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
+        state, notes,
+    )  # fmt: skip
+    return Inspection(output, notes.pop("lse", None), notes)
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    spec: str | Method,
+    seed: int | None,
+    impl: Impl,
+    query_mask: Tensor | None,
+    streams: Sequence[int] | None,
+    state: nn.Module | None,
+    notes: dict[str, Tensor] | None,
+) -> Tensor:
+    chosen = _method(spec)
+    inputs = check_inputs(query, key, value, attn_mask, dropout_p, scale, enable_gqa, seed, impl, query_mask, streams)
+    check_call(chosen, inputs, is_causal, impl)
+
+    q, k, groups = query, key, inputs.groups
+    v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
+    if query.dtype in (torch.float16, torch.bfloat16):  # accumulate in float32
+        q, k = q.float(), k.float()
+        v = Projection(*(None if t is None else t.float() for t in v)) if isinstance(v, Projection) else v.float()  # type: ignore[arg-type]
+    kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
+    call = Call(
+        scale=inputs.scale,
+        is_causal=is_causal,
+        keep=inputs.keep,
+        influence=inputs.influence,
+        mask=inputs.mask,
+        draws=Draws(_seed(seed), kv_streams.repeat_interleave(groups)),
+        groups=groups,
+        dropout_p=dropout_p,
+        slot_keyed_dropout=seed is None,
+        state=state,
+        statistics=notes,
+    )
+    chosen.check(q, k, call)
+    if 0 in (query.shape[0], query.shape[1], query.shape[2], key.shape[2], inputs.value_dim):
+        call.note(lse=q.new_full(query.shape[:3], -torch.inf))
+        return q.new_zeros(*query.shape[:3], inputs.value_dim).to(query.dtype)
+
+    clean = quarantine(q, k, v, chosen, call)
+    k = clean.k.repeat_interleave(groups, dim=1) if groups > 1 else clean.k
+    v = clean.v
+    if groups > 1 and isinstance(v, Tensor):
+        v = v.repeat_interleave(groups, dim=1)
+    compute = chosen.reference if impl == "reference" else chosen.fast
+    out = compute(clean.q, k, v, call)  # type: ignore[arg-type]  # a Projection only where the method asks for one
+    if clean.spoiled is not None:
+        out = out.masked_fill(clean.spoiled, torch.nan)
+    if query_mask is not None:
+        out = out.masked_fill(~query_mask[:, None, :, None], 0.0)
+    return out.to(query.dtype)
+
+
+def _seed(seed: int | None) -> int:
+    return int(torch.randint(2**63 - 1, ())) if seed is None else seed & (2**64 - 1)

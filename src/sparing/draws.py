@@ -1,0 +1,91 @@
+"""Counter-based random numbers: the same key gives the same number, whatever runs beside it.
+
+Every draw is a pure function of (seed, purpose, head stream, index). Nothing depends on the batch slot, on
+batch-mates, on threads or on the order of calls, and torch's global generator is never touched. The backward pass
+and a later kernel draw the same numbers again instead of storing them.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): key = seed,
+counter = (index low, index high, stream, purpose).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def _split(number: int) -> tuple[int, int]:
+    return number & _LOW, (number >> 32) & _LOW
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four 32-bit words (as non-negative int64) for each counter. Counter words are int64 tensors in [0, 2^32)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[0] & _LOW, key[1] & _LOW
+    for _ in range(10):
+        # int64 products wrap modulo 2^64, so both halves of the unsigned 32 x 32 product are right.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of one call: `seed`, and one stream number per head."""
+
+    seed: int
+    streams: Tensor  # (H,) int64: the KV head each head belongs to
+
+    def _words(self, purpose: str, block: Tensor) -> Tensor:
+        """Four 32-bit words for each block number: (H or 1, ...) -> (H, ..., 4)."""
+        streams = self.streams.to(block.device).view(-1, *[1] * (block.ndim - 1))
+        tag = torch.full_like(block, zlib.crc32(purpose.encode()))
+        counter = (block & _LOW, (block >> 32) & _LOW, streams & _LOW, tag)
+        return torch.stack(torch.broadcast_tensors(*philox(counter, _split(self.seed))), dim=-1)
+
+    def bits_at(self, purpose: str, index: Tensor) -> Tensor:
+        """32 random bits, as int64, for each index; the head axis comes first: (H or 1, ...) -> (H, ...)."""
+        words = self._words(purpose, index >> 2)
+        return words.gather(-1, (index & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+
+    def bits(self, purpose: str, *shape: int) -> Tensor:
+        """`bits_at` of the indices 0, 1, 2, ... laid out as (H, *shape)."""
+        count = math.prod(shape)
+        blocks = torch.arange((count + 3) // 4, device=self.streams.device).unsqueeze(0)
+        return self._words(purpose, blocks).flatten(1)[:, :count].reshape(-1, *shape)
+
+    def uniform_at(self, purpose: str, index: Tensor) -> Tensor:
+        """Float64 in (0, 1) for each index (H or 1, ...): for draws keyed by a rank among valid tokens."""
+        return (self.bits_at(purpose, index).double() + 0.5) / 2**32
+
+    def uniform(self, purpose: str, *shape: int) -> Tensor:
+        """Float64 in (0, 1), shape (H, *shape)."""
+        return (self.bits(purpose, *shape).double() + 0.5) / 2**32
+
+    def normal(self, purpose: str, *shape: int) -> Tensor:
+        """Standard normal float64, shape (H, *shape), by the Box-Muller transform."""
+        u, v = self.uniform(purpose, *shape, 2).unbind(-1)
+        return (-2 * u.log()).sqrt() * (2 * math.pi * v).cos()
+
+    def signs(self, purpose: str, *shape: int) -> Tensor:
+        """-1.0 or 1.0 (float64) with equal probability, shape (H, *shape)."""
+        return (self.bits(purpose, *shape) & 1).double() * 2 - 1
+
+
+def fold(seed: int, *counters: int) -> int:
+    """A seed for one part of a computation (a layer, a step), independent of its neighbours'."""
+    for number in counters:
+        low, high = _split(number)
+        counter = (torch.tensor(low), torch.tensor(high), torch.tensor(0), torch.tensor(zlib.crc32(b"fold")))
+        words = philox(counter, _split(seed))
+        seed = (int(words[0]) | int(words[1]) << 32) & (2**63 - 1)
+    return seed

@@ -1,0 +1,231 @@
+"""What a method is: a frozen dataclass whose fields are the paper's knobs, and the spec strings that name it.
+
+A method says what it converges to (`target`), what it can do (`supports`) and how it is computed: `reference` is the
+specification in plain PyTorch, `fast` (optional) the same numbers from the same samples at the method's real cost.
+Everything that is not mathematics (masks, types, heads, refusals) happens before, in `attention()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sparing.spec import parse
+
+if TYPE_CHECKING:
+    from sparing.call import Call
+
+T = TypeVar("T")
+
+
+class Unsupported(NotImplementedError, ValueError):
+    """The method cannot serve this call. The message names the method, the argument and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supports:
+    """What a method can do. Enforced in `attention()`: what is not claimed here is refused before any computation."""
+
+    causal: bool = False  #: `is_causal=True`, without a leak
+    key_padding: bool = True  #: boolean masks of shape [B, 1, 1, n_k]
+    attn_mask: Literal[False, "boolean", "any"] = False  #: masks that differ by query; "any" takes additive ones too
+    cross_attention: bool = True  #: n_q != n_k
+    gqa: bool = True  #: fewer key and value heads than query heads
+    gradient: Literal[False, "values", "full"] = "full"  #: "values": with respect to `value` only
+    dropout: bool = False  #: `dropout_p > 0`
+    projection: bool = False  #: needs a `Projection`: it works on the values' linear layer
+    lse: bool = False  #: `inspect()` also returns the log-sum-exp of the logits, so that parts can be merged
+    stochastic: bool = False  #: the result depends on `seed`
+    position_based: bool = False  #: the order of the tokens matters, beyond `is_causal`
+    training_free: bool = False  #: meant for weights that were trained with softmax attention
+
+
+class Projection(NamedTuple):
+    """A value before its linear layer: value = x @ weight.T + bias, split into heads.
+
+    x is [B, n_k, in_features]; weight, as in `nn.Linear`, [H_kv * e, in_features]; bias [H_kv * e] or None.
+    Methods that can use it sample the product; all others see the projected tensor.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def project(self, heads: int) -> Tensor:
+        """The values as [B, heads, n_k, e]."""
+        return nn.functional.linear(self.x, self.weight, self.bias).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes that a cost depends on."""
+
+    batch: int = 1
+    heads: int = 1
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    causal: bool = False
+    in_features: int | None = None  #: width of a Projection's x; None when the values come projected
+
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs that exact attention computes, per head."""
+        if not self.causal:
+            return float(self.queries * self.keys)
+        corner = min(self.queries, self.keys)
+        return corner * (corner + 1) / 2 + max(self.queries - self.keys, 0) * self.keys
+
+    @property
+    def projection_flops(self) -> float:
+        """FLOPs of projecting the values, all heads."""
+        return 2.0 * self.batch * self.keys * (self.in_features or 0) * self.heads * self.value_dim
+
+
+class Cost(NamedTuple):
+    """Work of one call, all batch items and heads. A multiply-add counts as two FLOPs, an exponential as one."""
+
+    flops: float
+    bytes: float  #: temporary memory in float32, inputs and output excluded
+    keys: float | None = None  #: keys, summaries or features that a query touches
+
+
+def knob(
+    default: T,
+    *,
+    kind: type | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+) -> T:
+    """A field of a method with its default and its allowed range; `kind` is the type beside a default of None."""
+    limits = {"kind": kind, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
+    return field(default=default, metadata={k: v for k, v in limits.items() if v is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of all methods. A subclass with a `name` is registered and can be named in spec strings."""
+
+    name: ClassVar[str] = ""
+    target: ClassVar[str] = "softmax"  #: the attention that the method converges to
+    budget: ClassVar[str | None] = None  #: the field that trades work for accuracy; always shown by `str()`
+    oracle: ClassVar[bool] = False  #: a yardstick that needs the exact result, not a product
+    supports: ClassVar[Supports] = Supports()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__ and not cls.name.startswith("_"):
+            known = _REGISTRY.get(cls.name)
+            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"a method named {cls.name!r} exists already: {known.__module__}.{known.__qualname__}")
+            _REGISTRY[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check_field(self, f.name, f.default, f.metadata)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The specification: q (B, H, n_q, d), k (B, H, n_k, d), v (B, H, n_k, e) -> (B, H, n_q, e)."""
+        raise NotImplementedError
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The same numbers from the same samples as `reference`, at the method's real cost."""
+        return self.reference(q, k, v, call)
+
+    def check(self, q: Tensor, k: Tensor, call: Call) -> None:
+        """Refuse what this *setting* of the method cannot do (the class's limits are in `supports`)."""
+
+    def exact_target(self) -> Method | None:
+        """A method that computes `target` without approximation; None if the method is its own target."""
+        return method("exact")
+
+    def full_budget(self, shape: Shape) -> Method | None:
+        """The setting at which the method reaches its target for this shape; None if there is none."""
+        return None
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        """Work of one call; `statistics` of `inspect()` refine it where it depends on the data."""
+        raise NotImplementedError
+
+    def reach(self, n_q: int, n_k: int, device: torch.device) -> Tensor | None:
+        """Which keys a query may use at all, (n_q, n_k) boolean; None for all. For patterns fixed by position."""
+        return None
+
+    def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:
+        """The learned state that `sparing.nn` keeps for this method, or None."""
+        return None
+
+    def __str__(self) -> str:
+        shown = [f.name for f in fields(self) if getattr(self, f.name) != f.default or f.name == self.budget]
+        inside = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"{self.name}({inside})" if inside else self.name
+
+
+_REGISTRY: dict[str, type[Method]] = {}
+_ALIASES: dict[str, str] = {"kernelized": "kernel(kind='gaussian', normalize='none')"}
+
+
+def methods() -> dict[str, type[Method]]:
+    """All registered methods, name -> class, sorted by name."""
+    return dict(sorted(_REGISTRY.items()))
+
+
+def method(spec: str | Method) -> Method:
+    """The method that a spec string names: `"nystrom"`, `"yoso(hashes=32)"`, `"kernel(kind=elu)"`.
+
+    The grammar is a Python call with literal keyword values; a bare word is a string. Nothing is evaluated.
+    """
+    if isinstance(spec, Method):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"method must be a Method or a spec string such as 'nystrom(landmarks=64)', got {spec!r}")
+    name, settings = parse(spec)
+    if name in _ALIASES:
+        name, preset = parse(_ALIASES[name])
+        settings = {**preset, **settings}
+    if name not in _REGISTRY:
+        known = ", ".join([*methods(), *_ALIASES])
+        raise ValueError(f"method: unknown name {name!r} in {spec!r}; known methods: {known}")
+    cls = _REGISTRY[name]
+    known_fields = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in known_fields:
+            has = f"its fields are {', '.join(known_fields)}" if known_fields else "it has no fields"
+            raise ValueError(f"method: {name} has no field {key!r} (in {spec!r}); {has}")
+    return cls(**settings)
+
+
+def _check_field(owner: Method, name: str, default: Any, limits: Mapping[str, Any]) -> None:
+    value = getattr(owner, name)
+    label = f"{owner.name or type(owner).__name__}: {name}={value!r}"
+    if "choices" in limits:
+        if not any(value == c and type(value) is type(c) for c in limits["choices"]):
+            raise ValueError(f"{label} is not one of {', '.join(map(repr, limits['choices']))}")
+        return
+    if value is default:
+        return
+    kind = limits.get("kind", type(default))
+    if kind is float and type(value) is int:
+        value = float(value)
+        object.__setattr__(owner, name, value)
+    if type(value) is not kind and default is not MISSING:
+        raise TypeError(f"{label} must be of type {kind.__name__}" + (" or None" if default is None else ""))
+    if isinstance(value, bool | str) or not isinstance(value, int | float):
+        return
+    if not math.isfinite(value):
+        raise ValueError(f"{label} must be finite")
+    for key, ok, sign in (
+        ("minimum", lambda x, y: x >= y, "at least"),
+        ("above", lambda x, y: x > y, "above"),
+        ("maximum", lambda x, y: x <= y, "at most"),
+    ):
+        if key in limits and not ok(value, limits[key]):
+            raise ValueError(f"{label} must be {sign} {limits[key]}")

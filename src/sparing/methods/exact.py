@@ -1,0 +1,66 @@
+"""Exact softmax attention: the baseline that everything is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparing import dense
+from sparing.call import Call
+from sparing.method import Cost, Method, Shape, Supports
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Method):
+    """Exact softmax attention.
+
+    out_i = sum_j softmax_j(scale q_i.k_j + mask_ij) v_j
+
+    `impl="auto"` runs `scaled_dot_product_attention`, the best exact attention that torch has on the machine.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+    >>> torch.allclose(sparing.attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
+    True
+    """
+
+    name = "exact"
+    supports = Supports(causal=True, attn_mask="any", dropout=True, lse=True, training_free=True)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        weights, lse = dense.softmax(dense.logits(q, k, call))  # (B, H, n_q, n_k)
+        call.note(lse=lse)
+        if call.dropout_p > 0:
+            batch, _, n_q, n_k = weights.shape
+            slots = batch if call.slot_keyed_dropout else 1
+            drawn = call.draws.uniform("exact.dropout", slots, n_q, n_k).transpose(0, 1)  # (slots, H, n_q, n_k)
+            weights = weights * (drawn >= call.dropout_p) / (1 - call.dropout_p)
+        return weights @ v
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if call.noted or call.dropout_p > 0:  # SDPA returns no log-sum-exp and draws from the global generator
+            return self.reference(q, k, v, call)
+        if call.keep is None and call.mask is None:
+            return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, scale=call.scale)
+        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        assert visible is not None
+        mask = visible
+        if call.mask is not None and call.mask.dtype != torch.bool:
+            mask = call.mask.to(q.dtype).masked_fill(~visible, -torch.inf)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
+        return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+    def exact_target(self) -> Method:
+        return self
+
+    def full_budget(self, shape: Shape) -> Method:
+        return self
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        units = shape.batch * shape.heads
+        work = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
+        # A fused kernel keeps only a block of weights per thread.
+        return Cost(work + shape.projection_flops, 4.0 * units * shape.queries, shape.pairs / max(shape.queries, 1))

@@ -1,0 +1,85 @@
+"""Positive random features: softmax attention at linear cost (Performer, orthogonal random features)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparing import dense
+from sparing.call import Call
+from sparing.linear import LogFeatures, linear_attention
+from sparing.method import Cost, Method, Shape, Supports, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures(Method):
+    """Softmax attention by positive random features (Choromanski et al., "Performer", 2021; Value-aware A.1).
+
+    out_i = sum_j phi(q_i).phi(k_j) v_j / sum_j phi(q_i).phi(k_j)
+    phi(x) = F^(-1/2) exp(R x' - |x'|^2 / 2),  x' = sqrt(s) x
+
+    E[phi(q).phi(k)] = exp(s q.k) for Gaussian rows of R, and for orthogonal rows whose norms follow the chi law. The
+    variance grows like exp(|q' + k'|^2) / F: on peaked attention thousands of features can be too few.
+
+    features: rows of R.
+    orthogonal: blocks of orthogonal rows with chi-distributed norms (default), or independent Gaussian rows.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
+    >>> sparing.attention(q, k, v, method="random_features(features=64)", is_causal=True, seed=0).shape
+    torch.Size([1, 2, 128, 16])
+    """
+
+    name = "random_features"
+    budget = "features"
+    supports = Supports(causal=True, stochastic=True, training_free=True)
+
+    features: int = knob(256, minimum=1)
+    orthogonal: bool = True
+
+    def projection(self, d: int, call: Call) -> Tensor:
+        """R (H, F, d) in float64."""
+        if not self.orthogonal:
+            return call.draws.normal("random_features.rows", self.features, d)
+        blocks = math.ceil(self.features / d)
+        gaussian = call.draws.normal("random_features.blocks", blocks, d, d)
+        # The Q of a Gaussian matrix is Haar distributed once the signs of R's diagonal are fixed.
+        rotation, upper = torch.linalg.qr(gaussian)
+        rotation = rotation * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        rows = rotation.mT.flatten(1, 2)[:, : self.features]
+        norms = call.draws.normal("random_features.norms", self.features, d).norm(dim=-1, keepdim=True)
+        return rows * norms
+
+    def log_features(self, q: Tensor, k: Tensor, call: Call) -> LogFeatures:
+        """log phi of queries and keys, each less its largest entry, which is returned for the keys."""
+        root = math.sqrt(abs(call.scale))
+        rows = self.projection(q.shape[-1], call).to(q.dtype)
+        q, k = q * math.copysign(root, call.scale), k * root
+        log_q = q @ rows.mT  # |q'|^2 is the same for all keys and cancels
+        log_k = k @ rows.mT - k.square().sum(-1, keepdim=True) / 2
+        top_q, top_k = (x.detach().amax(-1, keepdim=True) for x in (log_q, log_k))
+        return LogFeatures((log_q - top_q).exp(), (log_k - top_k).exp(), top_k.squeeze(-1))
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        phi_q, phi_k, log_k = self.log_features(q, k, call)
+        # Row i is divided by the largest visible factor exp(log_k): it cancels, and never looks at the future.
+        factors = log_k.unsqueeze(-2).expand(*q.shape[:-1], k.shape[-2])
+        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        factors = factors if visible is None else factors.masked_fill(~visible, -torch.inf)
+        top = factors.amax(-1, keepdim=True)
+        factors = (factors - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        weights = phi_q @ phi_k.mT * factors
+        return dense.divide_rows(weights @ v, weights.sum(-1, keepdim=True))
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return linear_attention(self.log_features(q, k, call), v, call)
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        f, units = self.features, shape.batch * shape.heads
+        maps = (shape.queries + shape.keys) * f * (2 * shape.head_dim + 1)
+        products = 2 * (shape.queries + shape.keys) * f * (shape.value_dim + 1)
+        work = units * float(maps + products) + shape.projection_flops
+        return Cost(work, 4.0 * units * f * (shape.queries + shape.keys + shape.value_dim), f)

@@ -1,0 +1,1 @@
+"""Yardsticks, not products."""

@@ -1,0 +1,66 @@
+"""Infinite and NaN entries stay in the rows that may see them.
+
+0 * NaN is NaN, so one bad entry behind a mask, in the future of a causal call or in a padded slot would spread through
+any matrix product. Bad entries are taken out before a method runs, and the rows that legitimately see one are marked.
+Queries and keys so large that their products overflow are clamped: attention is saturated long before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparing.call import Call
+from sparing.method import Method, Projection
+
+
+class Clean(NamedTuple):
+    """Inputs without non-finite entries."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | Projection
+    spoiled: Tensor | None  # boolean, broadcastable to (B, H, n_q, e): entries of the output that must be NaN
+
+
+def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, call: Call) -> Clean:
+    """Zero the padded keys and values, take out non-finite entries, say which output entries they spoil."""
+    payload = v.x if isinstance(v, Projection) else v  # (B, H_kv, n_k, e) or (B, n_k, in)
+    if call.keep is not None:
+        padded = ~call.keep
+        k = k.masked_fill(padded[:, None, :, None], 0.0)
+        payload = payload.masked_fill(padded.view(padded.shape[0], *[1] * (payload.ndim - 3), -1, 1), 0.0)
+    spoiled = None
+    limit = torch.finfo(q.dtype).max ** 0.5 / 1e4
+    if not all(_largest(t) <= limit for t in (q, k, payload)):
+        bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
+        bad_v = ~payload.isfinite()
+        spoiled = _spoiled(bad_q, bad_k, bad_v, method, call)
+        q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0).clamp(-limit, limit) for t, bad in ((q, bad_q), (k, bad_k)))
+        payload = payload.masked_fill(bad_v, 0.0)
+    cleaned = v._replace(x=payload) if isinstance(v, Projection) else payload
+    return Clean(q, k, cleaned, spoiled)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude; NaN if there is a NaN."""
+    return float(torch.linalg.vector_norm(tensor.detach(), torch.inf)) if tensor.numel() else 0.0
+
+
+def _spoiled(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, method: Method, call: Call) -> Tensor:
+    """(B, H, n_q, e or 1): a bad query spoils its row, a bad key or value the rows that may look at it."""
+    n_q, n_k = bad_q.shape[-1], bad_k.shape[-1]
+    if bad_v.ndim == 3:  # hidden states of a Projection: every width of every head
+        bad_v = bad_v.any(-1)[:, None, :, None]
+    bad = (bad_v | bad_k.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)  # (B, H, n_k, e)
+    visible = call.visible(n_q, n_k, bad.device)
+    reach = method.reach(n_q, n_k, bad.device)
+    if reach is not None:
+        visible = reach if visible is None else visible & reach
+    if visible is None:
+        seen = bad.any(-2, keepdim=True)
+    else:
+        seen = visible.expand(*bad.shape[:2], n_q, n_k).float() @ bad.float() > 0
+    return seen | bad_q.unsqueeze(-1)

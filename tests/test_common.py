@@ -1,0 +1,34 @@
+"""Every method passes every common check that applies to it."""
+
+import pytest
+
+import sparing
+
+from checks import CHECKS
+from methods import ROWS
+
+CASES = [
+    pytest.param(row, name, impl, id=f"{row.spec}-{name}-{impl}")
+    for row in ROWS
+    for name, check in CHECKS.items()
+    if check.applies(row) and name not in row.skip
+    for impl in row.impls
+    if not (name in ("fast equals reference", "spec and cost") and impl == "reference" and len(row.impls) > 1)
+]
+
+
+@pytest.mark.common
+@pytest.mark.parametrize(("row", "name", "impl"), CASES)
+def test_common(row, name, impl):
+    CHECKS[name](row, impl)
+
+
+def test_every_method_has_a_row():
+    assert {row.method.name for row in ROWS} == set(sparing.methods())
+
+
+def test_skips_name_real_checks_and_give_reasons():
+    for row in ROWS:
+        for name, reason in row.skip.items():
+            assert name in CHECKS, f"{row.spec} skips an unknown check {name!r}"
+            assert len(reason) > 15, f"{row.spec} skips {name!r} without a reason"
