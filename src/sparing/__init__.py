@@ -1,7 +1,7 @@
 """sparing: models that spend their attention sparingly."""
 
 from sparing import methods as _methods  # noqa: F401  (registers the methods)
-from sparing import oracles as _oracles  # noqa: F401
+from sparing import nn, oracles
 from sparing.attention import Inspection, attention, inspect
 from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, method, methods
 from sparing.spec import split_specs
@@ -20,5 +20,7 @@ __all__ = [
     "inspect",
     "method",
     "methods",
+    "nn",
+    "oracles",
     "split_specs",
 ]

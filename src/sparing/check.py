@@ -64,11 +64,11 @@ def check_inputs(
             raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, width], got {_size(tensor)}")
     batch, heads, n_q, d = query.shape
     kv_heads, n_k = key.shape[1], key.shape[2]
-    value_dim = _check_value(value, batch, kv_heads, n_k)
     if d == 0:
         raise ValueError(f"query has head dimension 0, shape {_size(query)}")
     if key.shape[0] != batch or key.shape[3] != d:
         raise ValueError(f"key {_size(key)} does not fit query {_size(query)}: batch and width must agree")
+    value_dim = _check_value(value, batch, kv_heads, n_k)
     if kv_heads != heads and not enable_gqa:
         raise ValueError(f"key has {kv_heads} heads but query has {heads}; pass enable_gqa=True to share key heads")
     if heads and (kv_heads == 0 or heads % kv_heads):

@@ -53,9 +53,6 @@ class Exact(Method):
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
         return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
-    def exact_target(self) -> Method:
-        return self
-
     def full_budget(self, shape: Shape) -> Method:
         return self
 

@@ -1,0 +1,130 @@
+"""Every method on the same real layers: how wrong, how much work, how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparing.attention import attention, inspect
+from sparing.measure.capture import Layer
+from sparing.measure.error import ErrorSplit, error_split
+from sparing.measure.timing import Timing, interleaved
+from sparing.method import Method, Shape
+from sparing.method import method as _method
+
+BUDGETS: tuple[str, ...] = (
+    "exact",
+    "kernel(kind=elu)",
+    "kernel(kind=poly)",
+    "kernel(kind=gaussian)",
+    "kernelized",
+    "window(size=64)",
+    "window(size=256)",
+    "window(size=256, sinks=1)",
+    "lsh(rounds=4, chunk=16)",
+    "lsh(rounds=4, chunk=32)",
+    "lsh(rounds=4, chunk=64)",
+    "random_features(features=64)",
+    "random_features(features=256)",
+    "random_features(features=1024)",
+    "linformer(rank=64)",
+    "linformer(rank=256)",
+    "linformer(rank=256, projection=pooled)",
+    "nystrom(landmarks=16)",
+    "nystrom(landmarks=64)",
+    "nystrom(landmarks=128)",
+    "skyformer(landmarks=64)",
+    "skyformer(landmarks=256)",
+    "yoso(hashes=16)",
+    "yoso(hashes=64)",
+    "yoso(expectation=True)",
+    "monte_carlo(alpha=0.1)",
+    "monte_carlo(alpha=0.4)",
+    "monte_carlo(alpha=0.4, estimator=mean)",
+    "top_keys(keys=16)",
+    "top_keys(keys=64)",
+    "top_keys(keys=128)",
+    "value_aware(keys=4)",
+    "value_aware(keys=16)",
+    "sampled(samples=16)",
+    "sampled(samples=64, proposal=value_norm)",
+)
+
+
+class Comparison(NamedTuple):
+    """One line of the table."""
+
+    method: Method
+    error: ErrorSplit  #: mean over layers
+    worst: float  #: largest total error of a layer
+    flops: float  #: FLOPs of the method / FLOPs of exact attention
+    speed: Timing  #: seconds of exact attention / seconds of the method: above 1 is faster
+
+
+@torch.no_grad()
+def compare(
+    layers: Sequence[Layer],
+    specs: Sequence[str | Method] = BUDGETS,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    rounds: int = 7,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Comparison]:
+    """Measure each method on every layer. Times are taken on the middle layer, one sequence, all in one run.
+
+    Work and time of methods on the value projection are compared with exact attention plus that projection.
+    """
+    chosen = [_method(spec) for spec in specs]
+    middle = layers[len(layers) // 2]
+    one = Layer(middle.name, middle.query[:1], middle.key[:1], middle.value._replace(x=middle.value.x[:1]))
+    speeds = _speeds(chosen, one, rounds, progress)
+    rows = []
+    for method in chosen:
+        progress(f"{method}: errors")
+        splits = [error_split(method, layer.query, layer.key, layer.value, seeds=seeds) for layer in layers]
+        mean = ErrorSplit(*(sum(part) / len(splits) for part in zip(*splits, strict=True)))
+        rows.append(
+            Comparison(method, mean, max(s.total for s in splits), _flops_ratio(method, one), speeds[str(method)])
+        )
+    return rows
+
+
+def shape_of(layer: Layer, *, projection: bool) -> Shape:
+    """The sizes of a self-attention layer; `projection` counts the value layer in."""
+    batch, heads, length, head_dim = layer.query.shape
+    width = layer.value.weight.shape[0] // layer.key.shape[1]
+    return Shape(
+        batch=batch, heads=heads, queries=length, keys=length, head_dim=head_dim, value_dim=width,
+        in_features=layer.value.x.shape[-1] if projection else None,
+    )  # fmt: skip
+
+
+def _flops_ratio(method: Method, layer: Layer) -> float:
+    shape = shape_of(layer, projection=method.supports.projection)
+    value = layer.value if method.supports.projection else layer.value.project(layer.key.shape[1])
+    facts = inspect(layer.query, layer.key, value, method=method, seed=0).statistics
+    return method.cost(shape, facts).flops / _method("exact").cost(shape).flops
+
+
+def _speeds(chosen: Sequence[Method], layer: Layer, rounds: int, progress: Callable[[str], None]) -> dict[str, Timing]:
+    """Speed of each method against SDPA; each pair interleaved, oracles (slow, not deployable) timed once."""
+    projected = layer.value.project(layer.key.shape[1])
+    found = {}
+    for method in chosen:
+        progress(f"{method}: time")
+
+        def sdpa(whole: bool = method.supports.projection) -> object:
+            value = layer.value.project(layer.key.shape[1]) if whole else projected
+            return scaled_dot_product_attention(layer.query, layer.key, value)
+
+        def candidate(method: Method = method) -> object:
+            value = layer.value if method.supports.projection else projected
+            return attention(layer.query, layer.key, value, method=method, seed=0)
+
+        times = interleaved({"sdpa": sdpa, "method": candidate}, rounds=1 if method.oracle else rounds)
+        base, own = times["sdpa"].median, times["method"]
+        found[str(method)] = Timing(base / own.median, base / own.high, base / own.low)
+    return found

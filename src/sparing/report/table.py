@@ -1,0 +1,68 @@
+"""Comparisons as a terminal table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from rich.console import Console
+from rich.table import Table
+
+from sparing.measure.compare import Comparison
+from sparing.method import Supports
+
+LETTERS = {
+    "causal": "C",
+    "key_padding": "P",
+    "attn_mask": "M",
+    "cross_attention": "X",
+    "gqa": "Q",
+    "gradient": "G",
+    "training_free": "T",
+}
+
+
+def capabilities(supports: Supports) -> str:
+    """One letter per capability, a dot where it is missing: "CPMXQGT"."""
+    return "".join(letter if getattr(supports, name) else "." for name, letter in LETTERS.items())
+
+
+def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
+    """The table that `sparing compare` prints."""
+    table = Table(title=title, caption_justify="left", title_justify="left", caption=_legend())
+    table.add_column("method", no_wrap=True)
+    for name in ("substit.", "approx.", "total", "worst", "FLOPs", "speed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("can", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row.method) + (" *" if row.method.oracle else ""),
+            *(_error(e) for e in (*row.error, row.worst)),
+            f"{row.flops:.2f}x",
+            f"{row.speed.median:.2f}x" if not row.method.oracle else "-",
+            capabilities(row.method.supports),
+        )
+    return table
+
+
+def show(rows: Sequence[Comparison], *, title: str, console: Console | None = None) -> None:
+    """Print the table."""
+    console = console or Console()
+    width = console.width if console.is_terminal else max(console.width, 120)
+    console.print(comparison_table(rows, title=title), width=width)
+
+
+def _error(value: float) -> str:
+    return "0" if value < 5e-6 else f"{value:.4f}" if value < 10 else f"{value:.3g}"
+
+
+def _legend() -> str:
+    known = {f.name for f in fields(Supports)}
+    letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for name, letter in LETTERS.items() if name in known)
+    return (
+        "Errors: relative L2 of the attention output, mean over layers (worst: the worst one). Substit.: the method's "
+        "own target against softmax attention; approx.: the estimate against its target; total: what you get. "
+        "FLOPs: share of exact attention's work (below 1 is less). Speed: exact SDPA time / method time in the same "
+        "run (above 1 is faster).\n"
+        f"can: {letters}.   * oracle: the best possible at its budget, needs the exact result, not deployable."
+    )

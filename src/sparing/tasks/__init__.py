@@ -1,0 +1,1 @@
+"""Texts and pretrained models that measurements run on."""

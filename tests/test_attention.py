@@ -1,0 +1,179 @@
+"""The door: agreement with SDPA, masks, and refusals that name the argument, the value and the way out."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import sparing
+from sparing import Projection, Unsupported, attention
+
+
+def qkv(batch=2, heads=4, n_q=9, n_k=9, d=8, e=6, kv_heads=None, dtype=torch.float32):
+    kv_heads = heads if kv_heads is None else kv_heads
+    shapes = ((batch, heads, n_q, d), (batch, kv_heads, n_k, d), (batch, kv_heads, n_k, e))
+    return [torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 3), groups=st.sampled_from([1, 2, 3]), kv_heads=st.integers(1, 3), n_q=st.integers(1, 40),
+    n_k=st.integers(1, 40), d=st.integers(1, 20), e=st.integers(1, 20), causal=st.booleans(),
+    mask=st.sampled_from(["none", "padding", "boolean", "additive", "per head"]), scale=st.sampled_from([None, 0.3, -1.0]),
+    layout=st.sampled_from(["plain", "transposed", "strided"]), impl=st.sampled_from(["auto", "reference"]),
+)  # fmt: skip
+def test_exact_is_sdpa(batch, groups, kv_heads, n_q, n_k, d, e, causal, mask, scale, layout, impl):
+    q, k, v = qkv(batch, groups * kv_heads, n_q, n_k, d, e, kv_heads, torch.float64)
+    if layout == "transposed":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    if layout == "strided":
+        q, k, v = (t.repeat_interleave(2, -1)[..., ::2] for t in (q, k, v))
+    shapes = {"padding": (batch, 1, 1, n_k), "boolean": (n_q, n_k), "per head": (1, groups * kv_heads, n_q, n_k)}
+    given_mask = None
+    if mask == "additive":
+        given_mask = torch.randn(batch, 1, n_q, n_k, dtype=torch.float64)
+    elif mask != "none":
+        given_mask = torch.rand(shapes[mask]) < 0.7
+    allowed = torch.ones(n_q, n_k, dtype=torch.bool).tril() if causal else torch.ones(n_q, n_k, dtype=torch.bool)
+    bias = torch.zeros(batch, groups * kv_heads, n_q, n_k, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+    if given_mask is not None:
+        additive = given_mask if mask == "additive" else torch.zeros(()).masked_fill(~given_mask, -torch.inf)
+        bias = bias + additive
+    wanted = sdpa(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
+    wanted = wanted.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0.0)
+    found = attention(q, k, v, given_mask, is_causal=causal, scale=scale, enable_gqa=True, impl=impl)
+    assert found.shape == wanted.shape
+    assert torch.allclose(found, wanted, atol=1e-10)
+
+
+def test_the_default_is_exact_and_takes_sdpa_arguments_by_position():
+    q, k, v = qkv()
+    mask = torch.rand(9, 9) < 0.8
+    mask[:, 0] = True
+    assert torch.allclose(
+        attention(q, k, v, mask, 0.0, False, 0.5), sdpa(q, k, v, mask, 0.0, False, scale=0.5), atol=1e-6
+    )
+
+
+def test_a_projection_is_the_linear_layer():
+    q, k, _ = qkv(heads=4, kv_heads=2)
+    layer = torch.nn.Linear(10, 2 * 6)
+    x = torch.randn(2, 9, 10)
+    value = layer(x).view(2, 9, 2, 6).transpose(1, 2)
+    found = attention(q, k, Projection(x, layer.weight, layer.bias), enable_gqa=True)
+    assert torch.equal(found, attention(q, k, value, enable_gqa=True))
+    bare = attention(q, k, Projection(x, layer.weight), enable_gqa=True)
+    assert torch.allclose(bare + layer.bias.view(1, 2, 1, 6).repeat_interleave(2, 1), found, atol=1e-5)
+
+
+def test_dropout_is_unbiased_seeded_and_differs_by_slot_only_without_a_seed():
+    q, k, v = qkv(batch=1, heads=1, n_q=4, n_k=30)
+    q, k, v = (t.expand(400, -1, -1, -1) for t in (q, k, v))
+    seeded = attention(q, k, v, dropout_p=0.5, seed=1)
+    assert torch.equal(seeded[0], seeded[1])
+    assert not torch.equal(seeded, attention(q, k, v, dropout_p=0.5, seed=2))
+    free = attention(q, k, v, dropout_p=0.5)
+    assert not torch.equal(free[0], free[1])
+    # Null: mean over slots = exact output. 24 z-scores from 400 independent slots; |z| < 5.4 has a false-alarm rate of 1e-6.
+    error = free - attention(q, k, v)
+    z = error.mean(0) / (error.std(0) / 400**0.5)
+    assert float(z.abs().max()) < 5.4
+
+
+BAD_CALLS = {
+    "rank": (lambda q, k, v: attention(q[0], k, v), ValueError, ["query", "4 dimensions", "[4, 9, 8]"]),
+    "value rank": (lambda q, k, v: attention(q, k, v[0]), ValueError, ["value", "4 dimensions"]),
+    "batch": (lambda q, k, v: attention(q, k[:1], v[:1]), ValueError, ["key", "[1, 4, 9, 8]", "[2, 4, 9, 8]"]),
+    "width": (lambda q, k, v: attention(q, k[..., :5], v), ValueError, ["key", "width"]),
+    "lengths": (lambda q, k, v: attention(q, k, v[:, :, :5]), ValueError, ["value", "[2, 4, 5, 6]"]),
+    "heads": (lambda q, k, v: attention(q, k[:, :2], v[:, :2]), ValueError, ["2 heads", "enable_gqa=True"]),
+    "head groups": (
+        lambda q, k, v: attention(q, k[:, :3], v[:, :3], enable_gqa=True), ValueError, ["3 heads", "does not divide"]),
+    "no tensor": (lambda q, k, v: attention(q.numpy(), k, v), TypeError, ["query", "ndarray"]),
+    "integers": (lambda q, k, v: attention(q.long(), k.long(), v.long()), TypeError, ["query", "torch.int64", "float32"]),
+    "mixed types": (lambda q, k, v: attention(q, k.double(), v), TypeError, ["key", "float64", "float32"]),
+    "devices": (lambda q, k, v: attention(q, k.to("meta"), v), ValueError, ["key", "meta", "cpu"]),
+    "empty width": (lambda q, k, v: attention(q[..., :0], k[..., :0], v), ValueError, ["head dimension 0"]),
+    "mask shape": (lambda q, k, v: attention(q, k, v, torch.ones(9, 8) > 0), ValueError, ["attn_mask", "[9, 8]"]),
+    "mask rank": (lambda q, k, v: attention(q, k, v, torch.ones(1, 1, 1, 9, 9) > 0), ValueError, ["attn_mask"]),
+    "mask type": (lambda q, k, v: attention(q, k, v, torch.ones(9, 9).long()), TypeError, ["attn_mask", "int64", "boolean"]),
+    "mask list": (lambda q, k, v: attention(q, k, v, [1]), TypeError, ["attn_mask", "list"]),
+    "mask device": (lambda q, k, v: attention(q, k, v, torch.ones(9, 9, device="meta")), ValueError, ["attn_mask", "meta"]),
+    "dropout": (lambda q, k, v: attention(q, k, v, dropout_p=1.5), ValueError, ["dropout_p=1.5"]),
+    "scale": (lambda q, k, v: attention(q, k, v, scale=float("nan")), ValueError, ["scale=nan", "finite"]),
+    "scale type": (lambda q, k, v: attention(q, k, v, scale="1"), TypeError, ["scale='1'"]),
+    "seed": (lambda q, k, v: attention(q, k, v, seed=1.5), TypeError, ["seed=1.5", "integer"]),
+    "impl": (lambda q, k, v: attention(q, k, v, impl="fast"), ValueError, ["impl='fast'", "'reference'"]),
+    "native": (lambda q, k, v: attention(q, k, v, impl="native"), Unsupported, ["native", "impl='auto'"]),
+    "streams": (lambda q, k, v: attention(q, k, v, streams=[1]), ValueError, ["streams=[1]", "(4)"]),
+    "query mask": (lambda q, k, v: attention(q, k, v, query_mask=torch.ones(2, 9)), TypeError, ["query_mask", "boolean"]),
+    "query mask shape": (
+        lambda q, k, v: attention(q, k, v, query_mask=torch.ones(2, 8) > 0), ValueError, ["query_mask", "[2, 9]"]),
+    "projection x": (
+        lambda q, k, v: attention(q, k, Projection(torch.randn(2, 8, 5), torch.randn(24, 5))), ValueError, ["value.x"]),
+    "projection weight": (
+        lambda q, k, v: attention(q, k, Projection(torch.randn(2, 9, 5), torch.randn(23, 5))),
+        ValueError, ["value.weight", "[23, 5]"]),
+    "projection bias": (
+        lambda q, k, v: attention(q, k, Projection(torch.randn(2, 9, 5), torch.randn(24, 5), torch.randn(3))),
+        ValueError, ["value.bias", "[3]"]),
+    "method type": (lambda q, k, v: attention(q, k, v, method=3), TypeError, ["method", "3"]),
+    "method name": (lambda q, k, v: attention(q, k, v, method="nystrm"), ValueError, ["'nystrm'", "nystrom", "kernelized"]),
+    "field": (lambda q, k, v: attention(q, k, v, method="nystrom(marks=3)"), ValueError, ["'marks'", "landmarks"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_input_is_named(case):
+    call, kind, words = BAD_CALLS[case]
+    with pytest.raises(kind) as caught:
+        call(*qkv())
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
+
+
+def test_a_refusal_names_the_way_out():
+    q, k, v = qkv()
+    with pytest.raises(Unsupported, match=r"nystrom does not support is_causal=True.*use a causal method"):
+        attention(q, k, v, is_causal=True, method="nystrom")
+    with pytest.raises(Unsupported, match=r"nystrom does not support attn_mask.*\[B, 1, 1, n_k\]"):
+        attention(q, k, v, torch.rand(9, 9) < 0.5, method="nystrom")
+    assert issubclass(Unsupported, NotImplementedError)
+    assert issubclass(Unsupported, ValueError)
+
+
+def test_cross_attention_of_equal_lengths_may_say_that_all_queries_are_real():
+    """A key mask alone is read as self-attention: padded positions carry no weight in landmarks. query_mask overrides."""
+    q, k, v = qkv(n_q=40, n_k=40)
+    keep = (torch.arange(40) < 25).expand(2, 40)[:, None, None]
+    real = torch.ones(2, 40, dtype=torch.bool)
+    assumed = attention(q, k, v, keep, method="nystrom(landmarks=8)")
+    crossed = attention(q, k, v, keep, method="nystrom(landmarks=8)", query_mask=real)
+    assert assumed.isfinite().all()
+    assert not torch.allclose(assumed, crossed)
+    other = torch.cat([q[:, :, :25], 3 * q[:, :, 25:]], dim=2)
+    assert torch.equal(attention(other, k, v, keep, method="nystrom(landmarks=8)")[:, :, :25], assumed[:, :, :25])
+
+
+def test_importing_loads_no_optional_package_and_touches_no_generator():
+    code = (
+        "import sys, torch\n"
+        "state = torch.get_rng_state()\n"
+        "sdpa = torch.nn.functional.scaled_dot_product_attention\n"
+        "import sparing\n"
+        "assert torch.equal(state, torch.get_rng_state())\n"
+        "assert torch.nn.functional.scaled_dot_product_attention is sdpa\n"
+        "optional = {'transformers', 'rich', 'scipy', 'hypothesis'} & set(sys.modules)\n"
+        "assert not optional, optional\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_exist():
+    for name in sparing.__all__:
+        assert hasattr(sparing, name)

@@ -1,0 +1,106 @@
+"""Errors, times and captured layers: numbers that can be wrong in ways a table would hide."""
+
+import time
+
+import pytest
+import torch
+
+import sparing
+from sparing.measure.capture import capture
+from sparing.measure.compare import BUDGETS, compare, shape_of
+from sparing.measure.error import error_split, relative_error
+from sparing.measure.timing import interleaved
+from sparing.tasks import minilm
+
+from inputs import effective_count
+
+
+def test_captured_layers_reproduce_the_model():
+    encoder = minilm.load()
+    ids = minilm.token_ids(encoder, length=48, documents=2)
+    outputs = []
+    modules = [m.attention.self for m in encoder.model.encoder.layer]
+    hooks = [m.register_forward_hook(lambda module, args, out: outputs.append(out[0])) for m in modules]
+    layers = capture(encoder.model, input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    assert len(layers) == 6
+    for layer, wanted in zip(layers, outputs, strict=True):
+        found = sparing.attention(layer.query, layer.key, layer.value).transpose(1, 2).flatten(2)
+        assert torch.allclose(found, wanted, atol=1e-5)
+    assert not any(m._forward_pre_hooks for m in modules)
+
+
+def test_capture_refuses_other_models_and_cleans_up_after_errors():
+    with pytest.raises(ValueError, match="Linear has no BERT-like"):
+        capture(torch.nn.Linear(3, 3))
+    encoder = minilm.load()
+    with pytest.raises(IndexError):
+        capture(encoder.model, input_ids=torch.full((1, 4), 10**6))
+    assert not any(m._forward_pre_hooks for m in encoder.model.modules())
+
+
+def test_a_tampered_model_is_refused(monkeypatch):
+    monkeypatch.setattr(minilm, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match=r"expected 0000.*reinstall"):
+        minilm.weights_folder()
+
+
+def test_real_layers_are_peaked(minilm_layers):
+    counts = [effective_count(layer.query, layer.key) for layer in minilm_layers]
+    assert min(counts) < 128 / 3, f"effective counts {counts}: near-uniform attention would flatter every method"
+
+
+def test_relative_error():
+    a = torch.tensor([3.0, 4.0])
+    assert relative_error(a, a) == 0
+    assert relative_error(2 * a, a) == pytest.approx(1.0)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+
+
+def test_error_parts_obey_the_triangle_inequality_and_mean_what_they_say(minilm_layers):
+    layer = minilm_layers[2]
+    for spec in (
+        "nystrom(landmarks=16)",
+        "kernelized",
+        "skyformer(landmarks=64)",
+        "yoso(hashes=16)",
+        "monte_carlo(alpha=0.5)",
+    ):
+        split = error_split(spec, layer.query, layer.key, layer.value, seeds=(0, 1))
+        assert split.total <= split.substitution + split.approximation + 1e-9
+        method = sparing.method(spec)
+        assert (split.substitution == 0) == (method.exact_target() == sparing.method("exact"))
+        assert split.total > 0
+    assert error_split("exact", layer.query, layer.key, layer.value).total == 0
+    assert error_split("kernelized", layer.query, layer.key, layer.value).approximation == 0
+
+
+def test_interleaved_times_tell_slow_from_fast():
+    times = interleaved({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, rounds=3)
+    assert times["slow"].median > 0.019 > times["fast"].median
+    assert times["slow"].low <= times["slow"].median <= times["slow"].high
+    with pytest.raises(ValueError, match="rounds=0"):
+        interleaved({}, rounds=0)
+
+
+def test_compare_on_real_layers(minilm_layers):
+    specs = ["exact", "nystrom(landmarks=16)", "monte_carlo(alpha=0.4)", "top_keys(keys=16)"]
+    rows = {row.method.name: row for row in compare(minilm_layers[:2], specs, seeds=(0,), rounds=1)}
+    assert rows["exact"].error.total == 0
+    assert rows["exact"].flops == 1
+    assert 0 < rows["nystrom"].flops < 1
+    assert rows["nystrom"].worst >= rows["nystrom"].error.total > 0.05
+    assert rows["monte_carlo"].flops < 1, "sampling must count as less work than the projection it replaces"
+    assert all(row.speed.median > 0 for row in rows.values())
+
+
+def test_the_default_budgets_cover_every_method():
+    assert {sparing.method(spec).name for spec in BUDGETS} == set(sparing.methods())
+    assert len({str(sparing.method(spec)) for spec in BUDGETS}) == len(BUDGETS)
+
+
+def test_the_shape_of_a_layer(minilm_layers):
+    shape = shape_of(minilm_layers[0], projection=True)
+    assert (shape.heads, shape.queries, shape.head_dim, shape.value_dim, shape.in_features) == (12, 128, 32, 32, 384)
+    assert sparing.method("exact").cost(shape).flops == 12 * 128 * 128 * (64 + 1 + 64) + 2 * 128 * 384 * 384

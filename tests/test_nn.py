@@ -1,0 +1,148 @@
+"""MultiheadAttention against torch's, with its masks and options, and the learned state of methods."""
+
+import pytest
+import torch
+
+import sparing
+from sparing import Unsupported
+from sparing.nn import MultiheadAttention
+
+
+def pair(**options):
+    theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True, **options)
+    ours = MultiheadAttention(16, 4, batch_first=True, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.eval(), ours.eval()
+
+
+OPTIONS = [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 12, "vdim": 20}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mask", ["none", "padding", "boolean", "additive", "per head", "both", "additive padding"])
+def test_exact_is_torchs_module(options, mask):
+    theirs, ours = pair(**options)
+    x, y, z = (
+        torch.randn(2, 10, 16),
+        torch.randn(2, 7, options.get("kdim", 16)),
+        torch.randn(2, 7, options.get("vdim", 16)),
+    )
+    padding = torch.arange(7).expand(2, 7) >= torch.tensor([[4], [7]])
+    hidden = torch.rand(10, 7) < 0.4
+    hidden[:, 0] = False
+    masks = {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "boolean": {"attn_mask": hidden},
+        "additive": {"attn_mask": torch.randn(10, 7)},
+        "per head": {"attn_mask": torch.randn(8, 10, 7)},
+        "both": {"attn_mask": hidden, "key_padding_mask": padding},
+        "additive padding": {"key_padding_mask": torch.zeros(2, 7).masked_fill(padding, -torch.inf),
+                             "attn_mask": torch.randn(10, 7)},
+    }[mask]  # fmt: skip
+    for average in (True, False):
+        wanted, weights = theirs(x, y, z, need_weights=True, average_attn_weights=average, **masks)
+        found, own = ours(x, y, z, need_weights=True, average_attn_weights=average, **masks)
+        assert torch.allclose(found, wanted, atol=1e-6)
+        assert torch.allclose(own, weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+def test_causal_calls(options):
+    theirs, ours = pair(**options)
+    x = torch.randn(2, 9, 16)
+    causal = torch.ones(9, 9).triu(1).bool()
+    wanted, _ = theirs(x, x, x, attn_mask=causal, need_weights=False)
+    assert torch.allclose(ours(x, x, x, is_causal=True)[0], wanted, atol=1e-6)
+    assert torch.allclose(ours(x, x, x, attn_mask=causal, is_causal=True)[0], wanted, atol=1e-6)
+    float_mask = torch.zeros(9, 9).masked_fill(causal, -torch.inf)
+    assert torch.allclose(ours(x, x, x, attn_mask=float_mask, is_causal=True)[0], wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="attn_mask is not the causal mask"):
+        ours(x, x, x, attn_mask=causal.roll(1, 0), is_causal=True)
+
+
+def test_layouts_and_gradients():
+    theirs, ours = torch.nn.MultiheadAttention(16, 4), MultiheadAttention(16, 4)
+    ours.load_state_dict(theirs.state_dict())
+    for shape in ((9, 2, 16), (9, 16)):
+        x = torch.randn(*shape)
+        outs = [layer(x, x, x, need_weights=False)[0] for layer in (theirs, ours)]
+        assert torch.allclose(*outs, atol=1e-6)
+        grads = [torch.autograd.grad(o.square().sum(), tuple(m.parameters())) for o, m in zip(outs, (theirs, ours))]
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads))
+
+
+def test_it_serves_in_a_transformer_encoder():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    layer.self_attn = MultiheadAttention(16, 4, batch_first=True, method="nystrom(landmarks=4)")
+    x = torch.randn(2, 30, 16)
+    padding = torch.arange(30).expand(2, 30) >= torch.tensor([[20], [30]])
+    out = layer.train()(x, src_key_padding_mask=padding)
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    changed = x.clone()
+    changed[0, 20:] = 99.0
+    assert torch.equal(layer(changed, src_key_padding_mask=padding)[0, :20], out[0, :20])
+
+
+def test_samples_are_fresh_in_training_and_fixed_in_evaluation():
+    layer = MultiheadAttention(16, 2, batch_first=True, method="random_features(features=8)")
+    x = torch.randn(1, 12, 16)
+    layer.train()
+    assert not torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+    layer.eval()
+    assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+    twin = MultiheadAttention(16, 2, batch_first=True, method="random_features(features=8)").eval()
+    twin.load_state_dict(layer.state_dict())
+    assert not torch.equal(layer(x, x, x)[0], twin(x, x, x)[0])
+    fixed = [MultiheadAttention(16, 2, batch_first=True, method=layer.method, seed=5) for _ in range(2)]
+    fixed[1].load_state_dict(fixed[0].state_dict())
+    assert torch.equal(fixed[0].train()(x, x, x)[0], fixed[1].eval()(x, x, x)[0])
+
+
+def test_learned_state_is_owned_saved_and_trained():
+    layer = MultiheadAttention(16, 2, batch_first=True, method="nystrom(landmarks=4, convolution=5)").double()
+    assert "state.weight" in layer.state_dict()
+    x = torch.randn(2, 20, 16, dtype=torch.float64)
+    out = layer(x, x, x)[0]
+    out.sum().backward()
+    assert float(layer.state.weight.grad.abs().sum()) > 0
+    with torch.no_grad():
+        layer.state.weight.zero_()
+    plain = MultiheadAttention(16, 2, batch_first=True, method="nystrom(landmarks=4)").double()
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("state")})
+    assert torch.allclose(layer(x, x, x)[0], plain(x, x, x)[0])
+    assert not torch.allclose(layer(x, x, x)[0], out)
+    q, k, v = torch.randn(3, 1, 2, 9, 8).unbind(0)
+    with pytest.raises(ValueError, match=r"convolution=5 has learned weights.*MultiheadAttention"):
+        sparing.attention(q, k, v, method="nystrom(convolution=5)")
+
+
+def test_monte_carlo_samples_the_layers_own_value_projection():
+    theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    ours = MultiheadAttention(16, 4, batch_first=True, method="monte_carlo(alpha=0)").eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 9, 16)
+    assert torch.allclose(ours(x, x, x)[0], theirs(x, x, x)[0], atol=1e-6)
+    rough = MultiheadAttention(16, 4, batch_first=True, method="monte_carlo(alpha=2.0)").eval()
+    rough.load_state_dict(theirs.state_dict())
+    assert not torch.allclose(rough(x, x, x)[0], theirs(x, x, x)[0], atol=1e-3)
+
+
+def test_refusals_come_early_and_name_the_way_out():
+    with pytest.raises(ValueError, match="embed_dim=10 must be a positive multiple of num_heads=4"):
+        MultiheadAttention(10, 4)
+    with pytest.raises(Unsupported, match=r"nystrom has no attention dropout; set dropout=0.0 \(got 0.1\)"):
+        MultiheadAttention(16, 4, dropout=0.1, method="nystrom")
+    layer = MultiheadAttention(16, 4, batch_first=True, method="nystrom(landmarks=4)")
+    x = torch.randn(2, 9, 16)
+    with pytest.raises(Unsupported, match="nystrom has no attention weights"):
+        layer(x, x, x, need_weights=True)
+    with pytest.raises(Unsupported, match="nystrom does not support is_causal"):
+        layer(x, x, x, is_causal=True)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        layer(x[None], x, x)
+    with pytest.raises(ValueError, match=r"key_padding_mask \[2, 8\] must be \[2, 9\]"):
+        layer(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"attn_mask \[9, 8\]"):
+        layer(x, x, x, attn_mask=torch.zeros(9, 8))
