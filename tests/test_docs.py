@@ -1,0 +1,30 @@
+"""The pages say what the code does."""
+
+import re
+from pathlib import Path
+
+import sparing
+from sparing.report.markdown import page
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_methods_page_is_generated_from_the_code():
+    wanted = (ROOT / "docs" / "methods.md").read_text()
+    assert wanted == page(), "run: python -m sparing.report.markdown > docs/methods.md"
+
+
+def test_specs_in_the_readme_exist():
+    text = (ROOT / "README.md").read_text()
+    specs = re.findall(r'method="([^"]+)"', text)
+    assert len(specs) >= 4
+    for spec in specs:
+        sparing.method(spec)
+
+
+def test_the_readme_shows_both_commands():
+    text = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("compare", "test", "bench", "test-all"):
+        assert f"make {target}" in text
+        assert re.search(rf"^{target}:", makefile, re.M)

@@ -1,0 +1,60 @@
+"""Any method on any small call: shapes, masks, strides, head groups and precisions drawn at random."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inputs import keys_mask, make, run
+from methods import ROWS
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    row=st.sampled_from(ROWS),
+    batch=st.integers(1, 3),
+    groups=st.sampled_from([1, 2]),
+    kv_heads=st.integers(1, 2),
+    n_q=st.integers(0, 40),
+    n_k=st.integers(0, 40),
+    d=st.integers(1, 20),
+    e=st.integers(1, 9),
+    causal=st.booleans(),
+    share=st.sampled_from([None, 0.0, 0.3, 0.9]),
+    layout=st.sampled_from(["plain", "strided", "transposed"]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([None, 0.2]),
+    seed=st.integers(0, 2**40),
+)
+def test_any_call(row, batch, groups, kv_heads, n_q, n_k, d, e, causal, share, layout, dtype, scale, seed):
+    can = row.supports
+    n_k = n_k if can.cross_attention else n_q
+    groups = groups if can.gqa else 1
+    x = make(
+        row.method, batch=batch, heads=groups * kv_heads, kv_heads=kv_heads, n_q=n_q, n_k=n_k, d=d, e=e, dtype=dtype
+    )
+    if layout == "strided":
+        x = x.map(lambda t: t.repeat_interleave(2, -1)[..., ::2])
+    elif layout == "transposed":
+        x = x.map(lambda t: t.mT.contiguous().mT if t.ndim > 1 else t)
+    keep = None
+    if share is not None and can.key_padding:
+        keep = torch.rand(batch, n_k, generator=torch.Generator().manual_seed(seed % 1000)) < share
+    causal = causal and can.causal
+    call = {
+        "attn_mask": None if keep is None else keys_mask(keep),
+        "is_causal": causal,
+        "scale": scale,
+        "enable_gqa": True,
+        "seed": seed,
+    }
+    outs = [run(row.method, x, impl=impl, **call) for impl in row.impls]
+    for out in outs:
+        assert out.shape == (batch, groups * kv_heads, n_q, e)
+        assert out.dtype == dtype
+        assert out.isfinite().all()
+    if dtype == torch.float64 and len(outs) == 2:
+        assert torch.allclose(*outs, rtol=1e-8, atol=1e-8)
+    sees = torch.ones(batch, n_q, n_k, dtype=torch.bool) if keep is None else keep[:, None].expand(batch, n_q, n_k)
+    sees = (sees.tril() if causal else sees).any(-1)
+    for out in outs:
+        assert bool((out.masked_select(~sees[:, None, :, None]) == 0).all()), "rows that see nothing must be zero"

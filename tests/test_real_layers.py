@@ -1,0 +1,94 @@
+"""Every method on real, peaked attention: the layers of MiniLM. Orders of magnitude, and who beats whom."""
+
+import pytest
+import torch
+
+import sparing
+from sparing.measure.compare import BUDGETS
+from sparing.measure.error import error_split
+
+from inputs import effective_count
+
+
+@pytest.fixture(scope="module")
+def errors(minilm_layers):
+    """Mean total error over an early, a middle and a late layer, two seeds; computed when first asked for."""
+    known = {}
+
+    def error(spec):
+        if spec not in known:
+            layers = [minilm_layers[i] for i in (0, 2, 5)]
+            known[spec] = sum(error_split(spec, l.query, l.key, l.value, seeds=(0, 1)).total for l in layers) / 3
+        return known[spec]
+
+    return error
+
+
+@pytest.fixture(scope="module")
+def uniform(minilm_layers):
+    """Error of uniform attention (the mean of the values): what doing nothing costs."""
+    total = 0.0
+    for layer in (minilm_layers[i] for i in (0, 2, 5)):
+        value = layer.value.project(12)
+        exact = sparing.attention(layer.query, layer.key, value)
+        total += float((value.mean(-2, keepdim=True) - exact).norm() / exact.norm()) / 3
+    return total
+
+
+@pytest.mark.parametrize("spec", BUDGETS)
+def test_finite_on_real_layers(spec, minilm_layers):
+    method = sparing.method(spec)
+    for layer in (minilm_layers[0], minilm_layers[5]):
+        value = layer.value if method.supports.projection else layer.value.project(12)
+        with torch.no_grad():
+            out = sparing.attention(layer.query, layer.key, value, method=method, seed=0)
+        assert out.shape == layer.query.shape
+        assert out.isfinite().all()
+
+
+def test_doing_nothing_is_far_off(uniform, minilm_layers):
+    assert uniform > 0.5, f"uniform attention has error {uniform}: these layers would flatter every method"
+    assert effective_count(minilm_layers[2].query, minilm_layers[2].key) < 64
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["nystrom(landmarks=32)", "window(size=64)", "lsh(rounds=4, chunk=16)", "monte_carlo(alpha=0.4)", "top_keys(keys=16)",
+     "value_aware(keys=4)", "sampled(samples=16)", "linformer(rank=64, projection=pooled)"],
+)  # fmt: skip
+def test_training_free_methods_beat_doing_nothing(spec, errors, uniform):
+    assert errors(spec) < uniform
+
+
+def test_a_larger_budget_is_closer(errors):
+    for name, levels in {
+        "nystrom(landmarks={})": (4, 16, 64),
+        "window(size={})": (16, 64, 192),
+        "lsh(rounds=4, chunk={})": (4, 16, 64),
+        "top_keys(keys={})": (4, 16, 64),
+        "value_aware(keys={})": (1, 4, 16),
+        "sampled(samples={})": (4, 16, 64),
+        "random_features(features={})": (16, 256, 4096),
+    }.items():
+        found = [errors(name.format(level)) for level in levels]
+        assert found == sorted(found, reverse=True), f"{name}: errors {found} at {levels}"
+
+
+def test_more_alpha_is_further(errors):
+    found = [errors(f"monte_carlo(alpha={alpha})") for alpha in (0.05, 0.2, 1.0)]
+    assert found == sorted(found)
+
+
+def test_values_matter_more_than_weights(errors):
+    """The paper's claim: a few keys with free weights beat many keys with the largest weights."""
+    assert errors("value_aware(keys=8)") < errors("top_keys(keys=32)")
+    assert errors("value_aware(keys=33)") < 1e-4
+
+
+def test_sinks_repair_a_window(errors):
+    assert errors("window(size=64, sinks=1)") < errors("window(size=64)")
+
+
+def test_shared_samples_cost_accuracy_and_the_mean_is_a_strong_baseline(errors):
+    assert errors("monte_carlo(alpha=0.4)") < errors("monte_carlo(alpha=0.4, samples=shared)")
+    assert errors("monte_carlo(alpha=0.4, estimator=mean)") < errors("monte_carlo(alpha=0.4, estimator=drop)")
