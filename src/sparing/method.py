@@ -69,6 +69,7 @@ class Shape:
     heads: int = 1
     queries: int
     keys: int
+    kv_heads: int | None = None  #: None: as many as heads
     head_dim: int
     value_dim: int
     causal: bool = False
@@ -84,8 +85,8 @@ class Shape:
 
     @property
     def projection_flops(self) -> float:
-        """FLOPs of projecting the values, all heads."""
-        return 2.0 * self.batch * self.keys * (self.in_features or 0) * self.heads * self.value_dim
+        """FLOPs of projecting the values, all key-value heads."""
+        return 2.0 * self.batch * self.keys * (self.in_features or 0) * (self.kv_heads or self.heads) * self.value_dim
 
 
 class Cost(NamedTuple):
@@ -131,6 +132,11 @@ class Method:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check_field(self, f.name, f.default, f.metadata)
+        object.__setattr__(self, "supports", self.claims())
+
+    def claims(self) -> Supports:
+        """What this setting supports, where it differs from the class's; read it as `method.supports`."""
+        return type(self).supports
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The specification: q (B, H, n_q, d), k (B, H, n_k, d), v (B, H, n_k, e) -> (B, H, n_q, e)."""
@@ -155,8 +161,11 @@ class Method:
         """Work of one call; `statistics` of `inspect()` refine it where it depends on the data."""
         raise NotImplementedError
 
-    def reach(self, n_q: int, n_k: int, device: torch.device) -> Tensor | None:
-        """Which keys a query may use at all, (n_q, n_k) boolean; None for all. For patterns fixed by position."""
+    def reach(self, n_q: int, n_k: int, device: torch.device, call: Call) -> Tensor | None:
+        """Which keys a query may use at all, boolean, broadcastable to (B, H, n_q, n_k); None for all.
+
+        For patterns fixed by position: an infinite or NaN key spoils only the rows that reach it.
+        """
         return None
 
     def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.dense import divide_rows
+from sparing.maths.dense import divide_rows
 
 _BLOCK = 64
 
@@ -21,10 +21,15 @@ class LogFeatures(NamedTuple):
     log_k: Tensor  # (B, H, n_k), no gradient
 
 
-def linear_attention(features: LogFeatures, v: Tensor, call: Call, *, normalize: bool = True) -> Tensor:
-    """sum_j w_ij v_j, divided by sum_j w_ij if `normalize`, with w_ij = phi_q_i.phi_k_j exp(log_k_j).
+def linear_attention(features: LogFeatures, v: Tensor, call: Call) -> Tensor:
+    """sum_j w_ij v_j / sum_j w_ij with w_ij = phi_q_i.phi_k_j exp(log_k_j). Rows whose sum is zero give zeros."""
+    return divide_rows(*linear_sums(features, v, call))
 
-    Without `normalize`, log_k must be zero. Rows that see no key give zeros.
+
+def linear_sums(features: LogFeatures, v: Tensor, call: Call, *, shift: bool = True) -> tuple[Tensor, Tensor]:
+    """sum_j w_ij v_j (B, H, n_q, e) and sum_j w_ij (B, H, n_q, 1) over the keys that row i sees.
+
+    With `shift`, both are divided by the largest exp(log_k_j) that the row sees; without, log_k must be zero.
     """
     phi_q, phi_k, log_k = features
     if call.keep is not None:
@@ -32,12 +37,29 @@ def linear_attention(features: LogFeatures, v: Tensor, call: Call, *, normalize:
         log_k = log_k.masked_fill(~call.keep[:, None, :], -torch.inf)
     v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)  # the last column carries the row sums
     if call.is_causal:
-        sums = _causal(phi_q, phi_k, log_k, v, shift=normalize)
+        sums = _causal(phi_q, phi_k, log_k, v, shift=shift)
     else:
-        top = _finite_or_zero(log_k.amax(-1, keepdim=True)) if normalize else torch.zeros_like(log_k[..., :1])
+        top = _finite_or_zero(log_k.amax(-1, keepdim=True)) if shift else torch.zeros_like(log_k[..., :1])
         sums = phi_q @ ((phi_k * (log_k - top).exp().unsqueeze(-1)).mT @ v)
-    values, total = sums[..., :-1], sums[..., -1:]
-    return divide_rows(values, total) if normalize else values
+    return sums[..., :-1], sums[..., -1:]
+
+
+def feature_weights(features: LogFeatures, visible: Tensor | None) -> Tensor:
+    """The same weights written out, (B, H, n_q, n_k), each row divided by the largest exp(log_k_j) that it sees."""
+    phi_q, phi_k, log_k = features
+    factors = log_k.unsqueeze(-2).expand(*phi_q.shape[:-1], phi_k.shape[-2])
+    factors = factors if visible is None else factors.masked_fill(~visible, -torch.inf)
+    return phi_q @ phi_k.mT * (factors - _finite_or_zero(factors.amax(-1, keepdim=True))).exp()
+
+
+def plain_sums(v: Tensor, call: Call, n_q: int) -> tuple[Tensor, Tensor]:
+    """sum_j v_j (B, H, n_q or 1, e) and the number of keys (B or 1, 1, n_q or 1, 1) that each row sees."""
+    n_k = v.shape[-2]
+    keep = v.new_ones(1, n_k) if call.keep is None else call.keep.to(v.dtype)  # padded values are zero already
+    if not call.is_causal:
+        return v.sum(-2, keepdim=True), keep.sum(-1)[:, None, None, None]
+    last = torch.arange(n_q, device=v.device).clamp_max(n_k - 1)
+    return v.cumsum(-2)[..., last, :], keep.cumsum(-1)[:, None, last, None]
 
 
 def _causal(phi_q: Tensor, phi_k: Tensor, log_k: Tensor, v: Tensor, *, shift: bool) -> Tensor:

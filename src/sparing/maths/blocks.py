@@ -1,0 +1,41 @@
+"""Attention in parts: sums of weighted values over disjoint sets of keys, merged by their log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparing.maths.dense import divide_rows
+
+
+class Part(NamedTuple):
+    """What one set of keys adds to each query. The shift cancels in the end and carries no gradient."""
+
+    sums: Tensor  # (..., n, e): sum_j exp(score_j - top) v_j
+    total: Tensor  # (..., n, 1): sum_j exp(score_j - top)
+    top: Tensor  # (..., n, 1): the largest score; -inf for a query that sees none of the keys
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exp); a query without keys gives zeros and -inf."""
+        return divide_rows(self.sums, self.total), (self.total.log() + self.top).squeeze(-1)
+
+
+def part(scores: Tensor, v: Tensor) -> Part:
+    """scores (..., n, m), -inf where a query may not look, on the values (..., m, e)."""
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - _finite_or_zero(top)).exp()
+    return Part(weights @ v, weights.sum(-1, keepdim=True), top)
+
+
+def merge(a: Part, b: Part) -> Part:
+    """Both sets of keys together. No logarithm is taken on the way, so empty sets have a finite gradient."""
+    top = torch.maximum(a.top, b.top)
+    shift = _finite_or_zero(top)
+    of_a, of_b = (a.top - shift).exp(), (b.top - shift).exp()
+    return Part(a.sums * of_a + b.sums * of_b, a.total * of_a + b.total * of_b, top)
+
+
+def _finite_or_zero(x: Tensor) -> Tensor:
+    return x.masked_fill(x == -torch.inf, 0.0)

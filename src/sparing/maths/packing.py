@@ -1,0 +1,33 @@
+"""Padded sequences with their valid tokens moved to the front, so that short items of a batch cost little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from sparing.call import Call
+
+Attend = Callable[[Tensor, Tensor, Tensor, Call], Tensor]
+
+
+def place_of_rank(valid: Tensor) -> Tensor:
+    """(B, n): the position of the valid token of each rank; beyond the last rank the padded positions follow."""
+    return (~valid).long().argsort(dim=-1, stable=True)
+
+
+def pack(valid: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+    """(valid (B, w), tokens (B, H, w, ...)...): the valid tokens in their order, cut to the longest item's width w."""
+    width = max(int(valid.sum(-1).max()), 1)
+    order = place_of_rank(valid)[:, :width]
+    return valid.gather(1, order), *(t.take_along_dim(order[:, None, :, None], dim=2) for t in tokens)
+
+
+def attend_items(out: Tensor, items: Tensor, attend: Attend, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """`out` with the batch items `items` replaced by what `attend` gives for them on their valid keys alone."""
+    keep = call.keep
+    q, k, v = q[items], k[items], v[items]
+    if keep is not None:
+        keep, k, v = pack(keep[items], k, v)
+    return out.index_copy(0, items, attend(q, k, v, replace(call, keep=keep, influence=None, statistics=None)))
