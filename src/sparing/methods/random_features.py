@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparing import dense
 from sparing.call import Call
-from sparing.linear import LogFeatures, linear_attention
+from sparing.maths import dense
+from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, knob
 
 
@@ -22,8 +22,11 @@ class RandomFeatures(Method):
     out_i = sum_j phi(q_i).phi(k_j) v_j / sum_j phi(q_i).phi(k_j)
     phi(x) = F^(-1/2) exp(R x' - |x'|^2 / 2),  x' = sqrt(s) x
 
-    E[phi(q).phi(k)] = exp(s q.k) for Gaussian rows of R, and for orthogonal rows whose norms follow the chi law. The
-    variance grows like exp(|q' + k'|^2) / F: on peaked attention thousands of features can be too few.
+    E[phi(q).phi(k)] = exp(s q.k) for Gaussian rows of R, and for orthogonal rows whose norms follow the chi law. With
+    Gaussian rows its relative variance is (exp(|q' + k'|^2) - 1) / F: on peaked attention thousands of features can be
+    too few, and the result worse than the mean of the values. `inspect()` returns the mean of |q' + k'|^2 - log F over
+    the keys that a query sees as `log_variance`: much above zero, do not trust the row. No number of features is exact.
+    A row whose features all underflow gives zeros; by then log_variance is in the hundreds.
 
     features: rows of R.
     orthogonal: blocks of orthogonal rows with chi-distributed norms (default), or independent Gaussian rows.
@@ -55,26 +58,29 @@ class RandomFeatures(Method):
 
     def log_features(self, q: Tensor, k: Tensor, call: Call) -> LogFeatures:
         """log phi of queries and keys, each less its largest entry, which is returned for the keys."""
-        root = math.sqrt(abs(call.scale))
         rows = self.projection(q.shape[-1], call).to(q.dtype)
-        q, k = q * math.copysign(root, call.scale), k * root
+        q, k = _scaled(q, k, call)
         log_q = q @ rows.mT  # |q'|^2 is the same for all keys and cancels
         log_k = k @ rows.mT - k.square().sum(-1, keepdim=True) / 2
         top_q, top_k = (x.detach().amax(-1, keepdim=True) for x in (log_q, log_k))
         return LogFeatures((log_q - top_q).exp(), (log_k - top_k).exp(), top_k.squeeze(-1))
 
+    def _note_variance(self, q: Tensor, k: Tensor, call: Call) -> None:
+        if call.noted:
+            q, k = _scaled(q, k, call)
+            sums = plain_sums(torch.cat([k, k.square().sum(-1, keepdim=True)], dim=-1), call, q.shape[-2])
+            mean = dense.divide_rows(*sums)  # of k' and |k'|^2 over the keys in sight
+            square = q.square().sum(-1) + 2 * (q * mean[..., :-1]).sum(-1) + mean[..., -1]
+            call.note(log_variance=square - math.log(self.features))
+
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        phi_q, phi_k, log_k = self.log_features(q, k, call)
-        # Row i is divided by the largest visible factor exp(log_k): it cancels, and never looks at the future.
-        factors = log_k.unsqueeze(-2).expand(*q.shape[:-1], k.shape[-2])
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
-        factors = factors if visible is None else factors.masked_fill(~visible, -torch.inf)
-        top = factors.amax(-1, keepdim=True)
-        factors = (factors - top.masked_fill(top == -torch.inf, 0.0)).exp()
-        weights = phi_q @ phi_k.mT * factors
+        self._note_variance(q, k, call)
+        # Each row is divided by the largest factor that it sees: it cancels, and never looks at the future.
+        weights = feature_weights(self.log_features(q, k, call), call.visible(q.shape[-2], k.shape[-2], q.device))
         return dense.divide_rows(weights @ v, weights.sum(-1, keepdim=True))
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        self._note_variance(q, k, call)
         return linear_attention(self.log_features(q, k, call), v, call)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
@@ -83,3 +89,9 @@ class RandomFeatures(Method):
         products = 2 * (shape.queries + shape.keys) * f * (shape.value_dim + 1)
         work = units * float(maps + products) + shape.projection_flops
         return Cost(work, 4.0 * units * f * (shape.queries + shape.keys + shape.value_dim), f)
+
+
+def _scaled(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """q' and k': the scale enters once, half of it on each side."""
+    root = math.sqrt(abs(call.scale))
+    return q * math.copysign(root, call.scale), k * root

@@ -1,0 +1,230 @@
+"""Attention with another kernel in place of the exponential: polynomial, ELU, Gaussian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparing.call import Call
+from sparing.maths import dense
+from sparing.maths.features import elu_features, square_features
+from sparing.maths.linear import feature_weights, linear_sums, plain_sums
+from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
+
+_ROWS = 256  # queries per block of a dense product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Method):
+    """Attention with a kernel of choice (Gupta and Berant, "Value-aware"; Chen et al., "Skyformer", for gaussian).
+
+    out_i = sum_j kappa(q_i, k_j) v_j / sum_j kappa(q_i, k_j)                                 (Value-aware, eq. 1)
+
+    It is its own target and not an approximation; only `exp` fits weights that were trained with softmax attention.
+    `elu` costs linear time in the length, also under causality. So does `poly` of degree 2 without causality, once the
+    keys are twice its d (d + 1) / 2 features. All else, and any mask beyond key padding, costs quadratic time.
+
+    kind: "exp": exp(s q.k), softmax attention. "poly": (s q.k)^degree. "elu": (1 + ELU(q)).(1 + ELU(k)), which takes q
+        and k as they are and ignores the scale s. "gaussian": exp(-s |q - k|^2 / 2), with s = 1/sqrt(d) by default.
+    degree: exponent of "poly"; even, so that no weight is negative.
+    normalize: "row" divides by the sum of the weights, "none" by nothing (the paper's way for gaussian: the output
+        grows with the length), "length" by the number of visible keys. "exp" and "poly" overflow unless by row.
+
+    A row whose weights are all zero (poly with q orthogonal to all keys, or an underflow) averages the visible values.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
+    >>> sparing.attention(q, k, v, method="kernel(kind=elu)", is_causal=True).shape
+    torch.Size([1, 2, 128, 16])
+    """
+
+    name = "kernel"
+    target = "kernel"
+    supports = Supports(causal=True, attn_mask="boolean")
+
+    kind: str = knob("exp", choices=("exp", "poly", "elu", "gaussian"))
+    degree: int = knob(2, minimum=2)
+    normalize: str = knob("row", choices=("row", "none", "length"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.degree % 2:
+            raise ValueError(f"kernel: degree={self.degree} must be even, or weights would be negative")
+        if self.degree != 2 and self.kind != "poly":
+            raise ValueError(f"kernel: degree={self.degree} has no meaning for kind={self.kind!r}; use kind='poly'")
+        if self.normalize != "row" and self.kind in ("exp", "poly"):
+            raise ValueError(
+                f"kernel: normalize={self.normalize!r} with kind={self.kind!r} overflows; use normalize='row', or "
+                "kind='gaussian', whose weights are at most one"
+            )
+
+    def claims(self) -> Supports:
+        return replace(type(self).supports, training_free=self.kind == "exp")
+
+    def check(self, q: Tensor, k: Tensor, call: Call) -> None:
+        if self.kind == "gaussian" and call.scale < 0:
+            raise Unsupported(
+                f"kernel(kind='gaussian') does not support scale={call.scale}: weights would grow with the distance; "
+                "use a scale of at least 0"
+            )
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        return self._attend(q, k, v, call.scale, visible, _distances)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None,
+        distances: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        weights = self._weights(q, k, scale, visible, distances)  # (B, H, n_q, n_k)
+        if self.normalize == "none":
+            return weights @ v
+        if self.normalize == "length":
+            count = torch.full_like(weights[..., :1], k.shape[-2]) if visible is None else _count(visible, weights)
+            return dense.divide_rows(weights @ v, count)
+        total = weights.sum(-1, keepdim=True)
+        empty = _vanishes(total)
+        if bool(empty.any()):
+            weights = torch.where(empty, 1.0 if visible is None else visible.to(weights.dtype), weights)
+            total = weights.sum(-1, keepdim=True)
+        return dense.divide_rows(weights @ v, total)
+
+    def _weights(
+        self, q: Tensor, k: Tensor, scale: float, visible: Tensor | None, distances: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """kappa(q_i, k_j), zero for keys out of sight; if it is divided by row anyway, up to a factor per row."""
+        by_row = self.normalize == "row"
+        if self.kind == "elu":
+            return feature_weights(elu_features(q, k, shift=by_row), visible)
+        if self.kind == "poly":
+            scores = q @ k.mT * scale
+            scores = scores if visible is None else scores.masked_fill(~visible, 0.0)
+            top = torch.linalg.vector_norm(scores.detach(), torch.inf, -1, keepdim=True)
+            return (scores / top.masked_fill(_vanishes(top), 1.0)).pow(self.degree)
+        logs = q @ k.mT * scale if self.kind == "exp" else distances(q, k) * (-scale / 2)
+        logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
+        if by_row:
+            top = logs.detach().amax(-1, keepdim=True)
+            logs = logs - top.masked_fill(top == -torch.inf, 0.0)
+        return logs.exp()
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if self.kind == "elu" and call.mask is None:
+            return self._linear(q, k, v, call)
+        if self.kind == "poly" and self._squares_pay(q.shape[-2], k.shape[-2], q.shape[-1], call):
+            return self._squares(q, k, v, call)
+        if self.kind in ("exp", "gaussian") and self.normalize == "row":
+            return self._softmax(q, k, v, replace(call, statistics=None))
+        return self._blocks(q, k, v, call)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`exp` and `gaussian` by row are softmax attention, for which torch has a fused kernel."""
+        if self.kind == "exp":
+            return method("exact").fast(q, k, v, call)
+        # |q|^2 cancels, and -|k|^2 / 2 is one more coordinate. The fused kernel wants all widths equal.
+        d, e = q.shape[-1], v.shape[-1]
+        width = max(d + 1, e)
+        q = pad(torch.cat([q, torch.ones_like(q[..., :1])], dim=-1), (0, width - d - 1))
+        k = pad(torch.cat([k, k.square().sum(-1, keepdim=True) / -2], dim=-1), (0, width - d - 1))
+        return method("exact").fast(q, k, pad(v, (0, width - e)), call)[..., :e]
+
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The dense product, some queries at a time, without the keys that causality hides from all of them."""
+        n_q, n_k = q.shape[-2], k.shape[-2]
+        visible = call.visible(n_q, n_k, q.device)
+        visible = None if visible is None else visible.expand(-1, -1, n_q, n_k)
+        out = []
+        for start in range(0, n_q, _ROWS):
+            stop = min(start + _ROWS, n_q)
+            end = min(stop, n_k) if call.is_causal else n_k
+            seen = None if visible is None else visible[..., start:stop, :end]
+            part = q[..., start:stop, :], k[..., :end, :], v[..., :end, :]
+            out.append(self._attend(*part, call.scale, seen, _distances_by_product))
+        return torch.cat(out, dim=-2)
+
+    def _linear(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`elu` through its feature map, in linear time."""
+        by_row = self.normalize == "row"
+        sums, total = linear_sums(elu_features(q, k, shift=by_row), v, call, shift=by_row)
+        if self.normalize == "none":
+            return sums
+        values, count = plain_sums(v, call, q.shape[-2])
+        if self.normalize == "length":
+            return dense.divide_rows(sums, count)
+        empty = _vanishes(total)
+        return torch.where(empty, dense.divide_rows(values, count), sums / total.masked_fill(empty, 1.0))
+
+    def _squares_pay(self, n_q: int, n_k: int, d: int, call: Call) -> bool:
+        """Whether `poly` is faster through its feature map: measured, when its features are half the keys or fewer."""
+        plain = self.degree == 2 and not call.is_causal and call.mask is None and call.scale != 0
+        return plain and _square_width(d) * (n_q + n_k) <= n_q * n_k
+
+    def _squares(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`poly` of degree 2 through its feature map: (q.k)^2 = phi(q).phi(k)."""
+        q_size, k_size = (x.detach().abs().amax(axis, keepdim=True) for x, axis in ((q, (-1,)), (k, (-1, -2))))
+        unit_q, unit_k = (x / size.masked_fill(_vanishes(size), 1.0) for x, size in ((q, q_size), (k, k_size)))
+        columns = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+        blocks = zip(unit_k.split(_ROWS, -2), columns.split(_ROWS, -2), strict=True)
+        state = torch.stack([square_features(x).mT @ y for x, y in blocks]).sum(0)  # padded keys are zero: no weight
+        both = torch.cat([square_features(x) @ state for x in unit_q.split(_ROWS, -2)], dim=-2)
+        sums, total = both[..., :-1], both[..., -1:]
+        # A total far below its bound |q|^2 sum_j |k_j|^2 has lost its digits to cancellation: such rows go dense.
+        bound = unit_q.square().sum(-1, keepdim=True) * unit_k.square().sum((-1, -2), keepdim=True)
+        weak = (total <= 1e-3 * bound).detach()
+        out = sums / total.masked_fill(weak, 1.0)
+        rows = weak.any(0).any(0).squeeze(-1).nonzero().squeeze(-1)
+        if rows.numel():
+            again = self._blocks(q[..., rows, :], k, v, call)
+            out = out.index_copy(-2, rows, torch.where(weak[..., rows, :], again, out[..., rows, :]))
+        return out
+
+    def exact_target(self) -> Method | None:
+        return method("exact") if self.kind == "exp" else None
+
+    def full_budget(self, shape: Shape) -> Method:
+        return self
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        units, tokens = shape.batch * shape.heads, shape.queries + shape.keys
+        d, e = shape.head_dim, shape.value_dim
+        wide = d if self.kind == "elu" else _square_width(d)
+        square = self.kind == "poly" and self.degree == 2 and not shape.causal
+        if self.kind == "elu" or (square and wide * tokens <= shape.queries * shape.keys):
+            kept = tokens if self.kind == "elu" else min(_ROWS, tokens)
+            work = units * float(tokens * wide * (2 * e + 4))
+            return Cost(work + shape.projection_flops, 4.0 * units * (wide * (kept + e) + tokens), wide)
+        work = units * shape.pairs * (2 * d + 1 + 2 * e)
+        fused = self.kind in ("exp", "gaussian") and self.normalize == "row"
+        kept = shape.queries + shape.keys if fused else min(_ROWS, shape.queries) * shape.keys
+        return Cost(work + shape.projection_flops, 4.0 * units * kept, shape.pairs / max(shape.queries, 1))
+
+
+def _square_width(d: int) -> int:
+    return d * (d + 1) // 2
+
+
+def _count(visible: Tensor, weights: Tensor) -> Tensor:
+    return visible.expand_as(weights).sum(-1, keepdim=True).to(weights.dtype)
+
+
+def _vanishes(total: Tensor) -> Tensor:
+    """Sums of weights that are zero, or too small to divide by; the limit is that of `dense.divide_rows`."""
+    return total < torch.finfo(total.dtype).tiny * 1e8
+
+
+def _distances(q: Tensor, k: Tensor) -> Tensor:
+    """|q_i - k_j|^2 from the differences."""
+    return torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _distances_by_product(q: Tensor, k: Tensor) -> Tensor:
+    """|q_i - k_j|^2 = |q_i|^2 + |k_j|^2 - 2 q_i.k_j, rounded up to zero."""
+    squares = q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2)
+    return (
+        torch.baddbmm(squares.flatten(0, 1), q.flatten(0, 1), k.mT.flatten(0, 1), alpha=-2)
+        .clamp_min(0)
+        .view_as(squares)
+    )
