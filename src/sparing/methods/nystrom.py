@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sparing import dense
 from sparing.call import Call
-from sparing.linalg import inverse_iteration
+from sparing.maths import dense
+from sparing.maths.linalg import inverse_iteration
+from sparing.maths.packing import attend_items
+from sparing.maths.segments import segment_means
 from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob
 from sparing.state import DepthwiseConvolution, convolution_of
+
+_RANK = 1e-6  # singular values of A below this share of the largest are noise, and count as zero
+_SVD = 22  # FLOPs of a singular value decomposition per m^3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,8 @@ class Nystrom(Method):
     valid queries or keys than landmarks gets exact softmax attention. Weights can be negative and need not sum to one.
 
     landmarks: segments of queries and of keys.
-    solver: "iterative" (the paper's) or "exact".
+    solver: "iterative" (the paper's) or "exact", the pseudo-inverse in float64. The iteration stops early, and that is
+        a regularisation: on attention that the segments do not capture, "exact" can be far worse.
     iterations: steps of the iterative solver.
     convolution: width of a learned depth-wise convolution of the values, added to the output; odd; None for none.
         Its weights live in a module: see `sparing.nn.MultiheadAttention`.
@@ -45,6 +51,11 @@ class Nystrom(Method):
     iterations: int = knob(6, minimum=1)
     convolution: int | None = knob(None, kind=int, minimum=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.convolution is not None and self.convolution % 2 == 0:
+            raise ValueError(f"nystrom: convolution={self.convolution} must be odd, so that it has a middle")
+
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.convolution is not None:
             convolution_of(call, self.name, self.convolution)
@@ -52,26 +63,41 @@ class Nystrom(Method):
                 raise Unsupported(f"nystrom(convolution={self.convolution}) needs n_q == n_k; set convolution=None")
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        q_ranks, q_count = call.query_ranks(q.shape[-2], q.device)
-        k_ranks, k_count = call.key_ranks(k.shape[-2], k.device)
-        out = None
-        if bool(((q_count > self.landmarks) & (k_count > self.landmarks)).any()):
-            q_means = segment_means(q, q_ranks, q_count, call.influence, self.landmarks)  # (B, H, m, d)
-            k_means = segment_means(k, k_ranks, k_count, call.keep, self.landmarks)
-            first = (q @ k_means.mT * call.scale).softmax(-1)  # F (B, H, n_q, m)
-            middle = (q_means @ k_means.mT * call.scale).softmax(-1)  # A (B, H, m, m)
-            last, _ = dense.softmax(dense.logits(q_means, k, replace(call, mask=None)))  # G (B, H, m, n_k)
-            if self.solver == "exact":
-                out = first @ (torch.linalg.pinv(middle) @ (last @ v))
-            else:
-                # Row sums of A are one, so this start is A^T / (||A||_1 ||A||_inf), norms per matrix.
-                start = middle.mT / middle.sum(-2).amax(-1)[..., None, None]
-                out = first @ (inverse_iteration(middle, start, self.iterations) @ (last @ v))
-        small = (q_count <= self.landmarks) | (k_count <= self.landmarks)
-        if bool(small.any()):
-            weights, _ = dense.softmax(dense.logits(q, k, call))
-            out = weights @ v if out is None else torch.where(small[:, None, None, None], weights @ v, out)
-        assert out is not None
+        short = self.short(q, k, call)[:, None, None, None]
+        out = torch.where(short, softmax_attention(q, k, v, call), self.approximate(q, k, v, call))
+        return self.residual(out, v, call)
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if min(q.shape[-2], k.shape[-2]) <= self.landmarks:
+            return self.residual(softmax_attention(q, k, v, call), v, call)
+        out = self.approximate(q, k, v, call)
+        items = self.short(q, k, call).expand(q.shape[0]).nonzero().squeeze(-1)
+        out = attend_items(out, items, softmax_attention, q, k, v, call) if len(items) else out
+        return self.residual(out, v, call)
+
+    def short(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        """(B or 1,) items with no more valid queries or keys than landmarks: exact attention costs no more there."""
+        _, queries = call.query_ranks(q.shape[-2], q.device)
+        _, keys = call.key_ranks(k.shape[-2], k.device)
+        return (queries <= self.landmarks) | (keys <= self.landmarks)
+
+    def approximate(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """F A^+ (G V); right where there are more valid queries and keys than landmarks."""
+        dtype = v.dtype
+        if self.solver == "exact":  # A is often nearly singular, and its inverse amplifies the rounding of F, A and G
+            q, k, v = q.double(), k.double(), v.double()
+        q_means = segment_means(q, *call.query_ranks(q.shape[-2], q.device), call.influence, self.landmarks)
+        k_means = segment_means(k, *call.key_ranks(k.shape[-2], k.device), call.keep, self.landmarks)  # (B, H, m, d)
+        first = (q @ k_means.mT * call.scale).softmax(-1)  # F (B, H, n_q, m)
+        middle = (q_means @ k_means.mT * call.scale).softmax(-1)  # A (B, H, m, m)
+        last = softmax_attention(q_means, k, v, call)  # G V (B, H, m, e)
+        if self.solver == "exact":
+            return (first @ (torch.linalg.pinv(middle, rtol=_RANK) @ last)).to(dtype)
+        # Row sums of A are one, so this start is A^T / (||A||_1 ||A||_inf), norms per matrix.
+        start = middle.mT / middle.sum(-2).amax(-1)[..., None, None]
+        return first @ (inverse_iteration(middle, start, self.iterations) @ last)
+
+    def residual(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
         return out if self.convolution is None else out + convolution_of(call, self.name, self.convolution)(v)
 
     def full_budget(self, shape: Shape) -> Method:
@@ -81,23 +107,18 @@ class Nystrom(Method):
         return None if self.convolution is None else DepthwiseConvolution(heads, self.convolution)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
-        m, units = min(self.landmarks, shape.queries, shape.keys), shape.batch * shape.heads
-        tall = (shape.queries + shape.keys) * m * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
-        small = 2 * m * m * (shape.head_dim + shape.value_dim) + self.iterations * 8 * m**3
+        m, units, width = self.landmarks, shape.batch * shape.heads, 2 * shape.head_dim + 1 + 2 * shape.value_dim
+        if min(shape.queries, shape.keys) <= m:  # exact
+            work, numbers, m = shape.pairs * width, shape.pairs, shape.keys
+        else:
+            inverse = _SVD * m**3 if self.solver == "exact" else self.iterations * 8 * m**3
+            work = (shape.queries + shape.keys) * m * width + 2 * m * m * (shape.head_dim + shape.value_dim) + inverse
+            numbers = (shape.queries + shape.keys + 4 * m) * m
         filters = 2 * shape.keys * shape.value_dim * (self.convolution or 0)
-        return Cost(
-            units * float(tall + small + filters) + shape.projection_flops,
-            4.0 * units * (shape.queries + shape.keys + 4 * m) * m,
-            m,
-        )
+        size = 8 if self.solver == "exact" else 4
+        return Cost(units * float(work + filters) + shape.projection_flops, float(units * size * numbers), m)
 
 
-def segment_means(x: Tensor, ranks: Tensor, count: Tensor, valid: Tensor | None, segments: int) -> Tensor:
-    """Means of x (B, H, n, d) over runs of valid tokens; run i holds the ranks floor(i N/m) to floor((i+1) N/m) - 1."""
-    segment = ((ranks + 1) * segments - 1) // count.clamp_min(1)[:, None]  # (B or 1, n)
-    segment = segment.expand(x.shape[0], -1)
-    weight = x.new_ones(x.shape[0], x.shape[2]) if valid is None else valid.to(x.dtype)
-    index = segment[:, None, :, None].expand(x.shape)
-    sums = x.new_zeros(*x.shape[:2], segments, x.shape[3]).scatter_add(2, index, x * weight[:, None, :, None])
-    sizes = x.new_zeros(x.shape[0], segments).scatter_add(1, segment, weight)
-    return sums / sizes.clamp_min(1)[:, None, :, None]
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """Exact attention, densely."""
+    return dense.softmax(dense.logits(q, k, call))[0] @ v

@@ -1,0 +1,82 @@
+"""Skyformer: Theorem 2 with its constants, and what a permutation of the tokens changes."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+import sparing
+
+from inputs import make, relative, run
+from lift import draw, lifted, norm
+
+
+def circle(n, seed=0):
+    """Points whose leverage is nearly equal, so that Theorem 2 asks for fewer landmarks than there are rows."""
+    angle = 2 * math.pi * torch.rand(1, 1, 2 * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (0.6 * torch.stack([angle.cos(), angle.sin()], -1)).split(n, dim=-2)
+
+
+def violations(n, seeds, eps, delta, gamma=0.0, landmarks=None, factor=4):
+    """How often |C-bar - C-bar-tilde| <= max(lambda, 4 n gamma / d), Theorem 2 with its constants, fails for iid draws."""
+    q, k = circle(n)
+    exact = lifted("skyformer(landmarks=1)", q, k, scale=1.0)[0][0, 0]
+    size = norm(exact[:n, n:])
+    slack = eps * size
+    leverage = torch.linalg.solve(exact + slack * torch.eye(2 * n), exact).diagonal()
+    need = 56 / 3 * 2 * n * leverage.max() * math.log(4 * n / delta)  # d_stat / beta = 2n max leverage
+    count = math.ceil(need) if landmarks is None else landmarks
+    assert count < 2 * n, "the theorem asks for all rows: the case has no power"
+    allowed = max(float(slack), factor * n * gamma / count)
+    failed = 0
+    for seed in range(seeds):
+        spec = f"skyformer(landmarks={count}, gamma={gamma}, sampling=iid)"
+        error = exact - lifted(spec, q, k, seed=seed, scale=1.0)[1][0, 0]
+        values = torch.linalg.eigvalsh(error)
+        assert float(values[0]) > -1e-9  # the lower bound is no matter of luck
+        assert float(norm(error[:n, n:])) <= float(values[-1]) / 2 + 1e-9
+        failed += float(values[-1]) > allowed
+    return failed
+
+
+# Theorem 2. Null hypothesis: the bound fails with probability at most delta = 0.1. Statistic: failures over
+# independent landmark draws; rejected when their binomial tail is below 1e-6 (the false-alarm rate; seeds are fixed).
+@pytest.mark.statistical
+@pytest.mark.parametrize("gamma", [0.0, 0.1, 50.0])
+def test_theorem_2(gamma):
+    failed = violations(400, 8, eps=0.1, delta=0.1, gamma=gamma)
+    assert stats.binom.sf(failed - 1, 8, 0.1) > 1e-6
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("broken", [{"landmarks": 2}, {"gamma": 50.0, "factor": 0}])
+def test_theorem_2_needs_its_landmarks_and_its_term_in_gamma(broken):
+    failed = violations(400, 8, eps=0.1, delta=0.1, **broken)
+    assert stats.binom.sf(failed - 1, 8, 0.1) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+@pytest.mark.parametrize("gamma", [0.0, 0.1])
+def test_theorem_2_on_many_seeds(gamma):
+    failed = violations(600, 100, eps=0.1, delta=0.1, gamma=gamma)
+    assert stats.binom.sf(failed - 1, 100, 0.1) > 1e-6
+
+
+@pytest.mark.statistical
+def test_a_permutation_changes_nothing_on_average():
+    """Null hypothesis: permuting the tokens leaves the mean output over seeds unchanged. Statistic: difference of two
+    means of 400 independent draws, along 5 fixed directions; |z| < 5.2, false-alarm rate 1e-6 in all."""
+    x = make(sparing.method("exact"), batch=1, heads=1, n_q=14, dtype=torch.float64)
+    turn = torch.randperm(14, generator=torch.Generator().manual_seed(2))
+    directions = draw(5, 14 * 6)
+    means, spreads = [], []
+    for order, seeds in ((torch.arange(14), range(400)), (turn, range(400, 800))):
+        outs = [run("skyformer(landmarks=6)", x.tokens(order), seed=s)[:, :, order.argsort()] for s in seeds]
+        found = torch.stack([directions @ out.flatten() for out in outs])
+        means.append(found.mean(0))
+        spreads.append(found.var(0) / 400)
+    assert float(((means[0] - means[1]) / (spreads[0] + spreads[1]).sqrt()).abs().max()) < 5.2
+    single = [run("skyformer(landmarks=6)", y, seed=0) for y in (x, x.tokens(turn))]
+    assert relative(single[1][:, :, turn.argsort()], single[0]) > 1e-3  # for one seed the order does matter
