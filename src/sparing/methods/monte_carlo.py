@@ -1,0 +1,159 @@
+"""Monte-Carlo attention: exact attention weights, a sampled value projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparing.call import Call
+from sparing.draws import Draws
+from sparing.maths import dense
+from sparing.maths.sampling import draw_features, feature_law, sample_counts, sampled_product
+from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonteCarlo(Method):
+    """Softmax attention over sampled value projections (Kim and Ko, "Monte-Carlo Attention", 2022).
+
+    out_i = sum_j A_ij (H_j + b),  H_j = (1/r_j) sum_t x_j[s_t] W[s_t] / p(s_t),  p(k) = |W[k]|^2 / |W|_F^2
+    r_j = min(d, ceil((N M_j / alpha)^2)),  M_j = max_i A_ij
+
+    The weights A are exact. The value of token j is estimated from r_j of the d features of its hidden state, so the
+    value must come as a `Projection`; tokens with r_j = d are projected exactly. H is unbiased, and the root mean
+    square error of a row is at most alpha beta |W|_F, where beta is the mean norm of the hidden states. N and beta
+    count the valid tokens; code that counts padding reaches the same r with a larger alpha. It saves work of the
+    projection only, nothing of the n^2. Compare with estimator="mean" first: it often errs less for the same work.
+
+    M_j looks at every query, so later queries would change earlier rows through r_j: causal calls are refused, also
+    when causality comes as attn_mask. Where n_q == n_k, a query whose own key no query can see counts as padding and
+    stays out of M_j, unless query_mask says otherwise. The gradient treats counts and samples as constants.
+
+    `inspect()` gives counts (r), rate (the mean of r / d over valid tokens), padded_rate (over all slots, the
+    paper's), certificate (a bound of each row's root mean square error) and, for sampling, bound (that of the theorem).
+
+    alpha: error allowed; 0 is exact.
+    samples: "independent" (a list of samples per token) or "shared" (one list per head, of which token j uses the
+        first r_j; errors of tokens then add up instead of averaging out).
+    estimator: "sample"; "stratified" (one sample from each of r_j equal parts of p: less variance); or a baseline
+        that draws nothing and projects floor(sum r_j / d) tokens, those with the largest M_j, exactly: "drop" takes
+        H_j = 0 for the others, "mean" the projected mean of the valid hidden states.
+
+    >>> q, k = torch.randn(2, 1, 4, 32, 16).unbind(0)
+    >>> layer = torch.nn.Linear(64, 64)
+    >>> value = sparing.Projection(torch.randn(1, 32, 64), layer.weight, layer.bias)
+    >>> sparing.attention(q, k, value, method="monte_carlo(alpha=0.4)", seed=0).shape
+    torch.Size([1, 4, 32, 16])
+    """
+
+    name = "monte_carlo"
+    budget = "alpha"
+    supports = Supports(attn_mask="any", projection=True, lse=True, stochastic=True, training_free=True)
+
+    alpha: float = knob(0.2, minimum=0)
+    samples: str = knob("independent", choices=("independent", "shared"))
+    estimator: str = knob("sample", choices=("sample", "stratified", "drop", "mean"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples == "shared" and self.estimator in ("drop", "mean"):
+            raise ValueError(f"monte_carlo: samples='shared' with estimator={self.estimator!r}, which draws nothing")
+
+    def claims(self) -> Supports:
+        draws = self.alpha > 0 and self.estimator in ("sample", "stratified")
+        return replace(type(self).supports, stochastic=draws)
+
+    def check(self, q: Tensor, k: Tensor, call: Call) -> None:
+        if call.mask is None or call.mask.shape[-2] == 1:
+            return
+        # A mask that hides all keys after a query's own, or after its place at the end of the keys, is causal.
+        n_q, n_k = q.shape[-2], k.shape[-2]
+        visible = call.visible(n_q, n_k, q.device)
+        first = max(n_k - n_q, 0) + 1
+        assert visible is not None
+        later = visible.expand(*visible.shape[:3], n_k)
+        if bool((~later.triu(first).flatten(-2).any(-1) & later[..., first:].flatten(-2).any(-1)).any()):
+            raise Unsupported(
+                "monte_carlo does not support a causal attn_mask (its sample counts look at all queries); "
+                "use a causal method such as 'window' or 'exact'"
+            )
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
+        assert isinstance(v, Projection)
+        heads, d = q.shape[1] // call.groups, v.x.shape[-1]
+        weights, lse = dense.softmax(dense.logits(q, k, call))  # A, exact (B, H, n_q, n_k)
+        values = v.project(heads)  # for rows with r_j = d (B, H_kv, n_k, e)
+        valid, received = _received(weights.detach(), heads, call)  # which keys count, M (B, H_kv, n_k)
+        counts = sample_counts(received, valid.sum(-1), self.alpha, d)  # r (B, H_kv, n_k), eq. 9
+        hidden = v.x.unsqueeze(1)  # X (B, 1, n_k, d)
+        center = hidden.new_zeros(1, 1, 1, d)  # what an inexact token is replaced by (B, H_kv, 1, d)
+        if self.estimator == "mean":
+            share = valid.to(hidden.dtype) / valid.sum(-1, keepdim=True).clamp_min(1)
+            center = share.unsqueeze(-2) @ hidden
+        if bool((counts < d).any()):
+            w = v.weight.unflatten(0, (heads, -1)).mT  # W (H_kv, d, e)
+            if self.estimator in ("drop", "mean"):
+                place = received.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+                counts = d * (place < counts.sum(-1, keepdim=True) // d)
+                rough = center @ w
+            else:
+                law = feature_law(w)  # eq. 6
+                picks = draw_features(
+                    law, counts, (valid.long().cumsum(-1) - 1).clamp_min(0),
+                    Draws(call.draws.seed, call.draws.streams[:: call.groups]),
+                    shared=self.samples == "shared", stratified=self.estimator == "stratified",
+                )  # fmt: skip
+                rough = sampled_product(hidden, w, law, picks, counts)  # eq. 5
+            if v.bias is not None:
+                rough = rough + v.bias.view(heads, 1, -1)
+            values = torch.where((counts == d).unsqueeze(-1), values, rough)
+        if call.noted:
+            self._note(weights, lse, hidden, center, v.weight, valid, counts, call)
+        return weights @ values.repeat_interleave(call.groups, dim=1)
+
+    def _note(
+        self, weights: Tensor, lse: Tensor, x: Tensor, center: Tensor, weight: Tensor, valid: Tensor, counts: Tensor,
+        call: Call,
+    ) -> None:  # fmt: skip
+        d, tokens = max(x.shape[-1], 1), valid.sum(-1).clamp_min(1)
+        size = weight.unflatten(0, (counts.shape[1], -1)).flatten(1).norm(dim=-1)  # |W_h|_F
+        # RMS of H_j - x_j W is at most |x_j| |W|_F / sqrt(r_j) (Lemma 1); a token that is replaced errs by no more
+        # than |x_j - c| |W|_F.
+        off = (x - center).norm(dim=-1) * counts.clamp_min(1).to(x.dtype).rsqrt() * (counts < x.shape[-1])
+        off = (off * size.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)
+        rate = (counts * valid).sum(-1).double() / (tokens * d)
+        call.note(lse=lse, counts=counts, rate=rate, padded_rate=counts.double().mean(-1) / d)
+        call.note(certificate=(weights @ off.unsqueeze(-1)).squeeze(-1))
+        if self.estimator in ("sample", "stratified"):
+            beta = (x.norm(dim=-1) * valid).sum(-1) / tokens
+            call.note(bound=self.alpha * beta * size)
+
+    def full_budget(self, shape: Shape) -> Method:
+        return replace(self, alpha=0.0)
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        """Without statistics every token is taken to need all its features: the counts depend on the data."""
+        units, d = shape.batch * shape.heads, shape.in_features or 0
+        rate = 1.0 if statistics is None else float(statistics["padded_rate"].mean())
+        attention = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
+        room = 4.0 * units * (shape.pairs + shape.keys * (d + shape.value_dim))
+        return Cost(attention + rate * shape.projection_flops, room, float(shape.keys))
+
+
+def _received(weights: Tensor, heads: int, call: Call) -> tuple[Tensor, Tensor]:
+    """Per key-value head: which keys some query may see, and M_j, the largest weight that a valid query gives to j."""
+    batch, _, n_q, n_k = weights.shape
+    weights = weights.unflatten(1, (heads, -1))  # (B, H_kv, groups, n_q, n_k)
+    visible = call.visible(n_q, n_k, weights.device)
+    valid = torch.ones(batch, heads, n_k, dtype=torch.bool, device=weights.device)
+    if visible is not None:
+        valid = visible.any(-2).expand(batch, heads * call.groups, n_k).unflatten(1, (heads, -1)).any(2)
+    counted = None if call.influence is None else call.influence[:, None].expand(batch, heads, n_q)
+    if counted is None and call.mask is not None and n_q == n_k:
+        counted = valid  # padding that was written out as a full mask
+    if counted is not None:
+        weights = weights.masked_fill(~counted[:, :, None, :, None], 0.0)
+    return valid, weights.amax((2, 3))

@@ -1,0 +1,200 @@
+"""Monte-Carlo attention: masks, padding, groups, exact rows, baselines, cost, refusals."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_monte_carlo import SETTINGS, exact, problem, spec
+
+import sparing
+from sparing import Projection, Shape, Unsupported
+from sparing.maths.sampling import sample_counts
+from sparing.methods import monte_carlo
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("alpha", [0.0, 1e-3, 1e-300])
+def test_no_error_allowed_is_bitwise_exact(setting, alpha):
+    q, k, value = problem(heads=4, kv_heads=2, n_q=9, batch=2)
+    found = sparing.attention(q, k, value, enable_gqa=True, method=spec(alpha, setting), seed=0)
+    assert torch.equal(found, exact(q, k, value, enable_gqa=True))
+    lse = sparing.inspect(q, k, value, enable_gqa=True, method=spec(1.0, setting), seed=0).lse
+    wanted = sparing.inspect(q, k, value, enable_gqa=True, method="exact").lse
+    assert torch.equal(lse, wanted)
+
+
+def test_tokens_with_all_samples_are_projected_exactly():
+    q, k, value = problem(heads=2)
+    mask = torch.zeros(16, 16, dtype=torch.bool)
+    mask[:, 0] = True  # nearly everyone reads token 0 alone, so M_0 = 1
+    mask[8:, 1:] = True
+    found = sparing.inspect(q, k, value, mask, method=spec(2.0), seed=0)
+    counts = found.statistics["counts"]
+    assert bool((counts[..., 0] == 48).all())
+    assert bool((counts < 48).any())
+    assert torch.equal(found.output[:, :, :8], exact(q, k, value, attn_mask=mask)[:, :, :8])
+    assert not torch.equal(found.output[:, :, 8:], exact(q, k, value, attn_mask=mask)[:, :, 8:])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_bias_is_exact_and_zero_weight_gives_the_bias(setting):
+    q, k, value = problem(heads=2, sharpness=0.3)
+    with_bias, without = (
+        sparing.attention(q, k, v, method=spec(2.0, setting), seed=0) for v in (value, value._replace(bias=None))
+    )
+    bias = value.bias.view(1, 2, 1, 6).expand_as(with_bias)
+    torch.testing.assert_close(with_bias - without, bias, rtol=0, atol=1e-12)
+    zero = value._replace(weight=value.weight * torch.tensor([0.0, 1.0]).repeat_interleave(6)[:, None])
+    out = sparing.attention(q, k, zero, method=spec(2.0, setting), seed=0)
+    torch.testing.assert_close(out[:, 0], bias[:, 0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(out[:, 1], with_bias[:, 1], rtol=0, atol=1e-12)
+
+
+def test_a_nan_weight_spoils_its_own_head_only():
+    q, k, value = problem(heads=2)
+    clean = sparing.attention(q, k, value, method=spec(2.0), seed=0)
+    value.weight[8, 5] = torch.nan
+    out = sparing.attention(q, k, value, method=spec(2.0), seed=0)
+    assert torch.equal(out[:, 0], clean[:, 0])
+    assert out[:, 1].isnan().any()
+
+
+def assert_padding_changes_no_count(side):
+    q, k, value = problem(n=20, heads=2)
+    keep = torch.arange(20) < 12 if side == "right" else torch.arange(20) >= 8
+    q = q.masked_fill(~keep[:, None], 50.0)  # padded queries that stare at one key
+    packed = sparing.inspect(q[:, :, keep], k[:, :, keep], value._replace(x=value.x[:, keep]), method=spec(2.0), seed=0)
+    for mask in (keep.view(1, 1, 1, 20), keep.expand(1, 2, 20, 20).contiguous()):
+        padded = sparing.inspect(q, k, value, mask, method=spec(2.0), seed=0)
+        facts = padded.statistics
+        assert torch.equal(facts["counts"][..., keep], packed.statistics["counts"]), "counts differ"
+        assert bool((facts["counts"][..., ~keep] == 0).all())
+        torch.testing.assert_close(padded.output[:, :, keep], packed.output, rtol=0, atol=1e-12)
+        for name in ("rate", "bound"):
+            torch.testing.assert_close(facts[name], packed.statistics[name], rtol=1e-12, atol=0)
+        torch.testing.assert_close(facts["padded_rate"] / facts["rate"], torch.full((1, 2), 0.6).double())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_count(side, monkeypatch):
+    assert_padding_changes_no_count(side)
+    received = monte_carlo._received
+    broken = {
+        "sample_counts": lambda m, tokens, *rest: sample_counts(m, torch.full_like(tokens, m.shape[-1]), *rest),
+        "_received": lambda weights, heads, call: received(weights, heads, replace(call, influence=None)),
+    }
+    for name, function in broken.items():  # controls: published code counts padded tokens and padded queries
+        with monkeypatch.context() as patch:
+            patch.setattr(monte_carlo, name, function)
+            with pytest.raises(AssertionError, match="counts differ"):
+                assert_padding_changes_no_count(side)
+
+
+def test_counts_follow_the_largest_weight_of_the_group():
+    q, k, value = problem(heads=6, kv_heads=2, n_q=5, batch=3)
+    counts = sparing.inspect(q, k, value, enable_gqa=True, method=spec(2.0), seed=0).statistics["counts"]
+    weights = (q @ k.repeat_interleave(3, 1).mT / math.sqrt(8)).softmax(-1)
+    for b in range(3):
+        for h in range(2):
+            for j in range(16):
+                top = float(weights[b, 3 * h : 3 * h + 3, :, j].max())
+                assert counts[b, h, j] == min(48, math.ceil((16 * top / 2.0) ** 2))
+
+
+def test_queries_that_count_can_be_named():
+    q, k, value = problem(n=6)
+    hidden = torch.ones(6, 6, dtype=torch.bool)
+    hidden[:, 5] = False  # nobody sees key 5, so query 5 counts as padding; and only query 5 sees key 4
+    hidden[:5, 4] = False
+    method = spec(1.0)
+    assert int(sparing.inspect(q, k, value, hidden, method=method, seed=0).statistics["counts"][0, 0, 4]) == 0
+    everyone = torch.ones(1, 6, dtype=torch.bool)
+    facts = sparing.inspect(q, k, value, hidden, method=method, seed=0, query_mask=everyone).statistics
+    assert int(facts["counts"][0, 0, 4]) > 0
+
+
+@pytest.mark.parametrize("estimator", ["drop", "mean"])
+def test_baselines_keep_the_most_attended_tokens(estimator):
+    q, k, value = problem(n=15, heads=2, batch=2)
+    budget = sparing.inspect(q, k, value, method=spec(0.6), seed=0).statistics["counts"]
+    found = sparing.inspect(q, k, value, method=spec(0.6, f", estimator={estimator}"), seed=0)
+    facts, weights = found.statistics, (q @ k.mT / math.sqrt(8)).softmax(-1)
+    center = value.x.mean(1) if estimator == "mean" else torch.zeros(2, 48, dtype=torch.float64)
+    rows = value.project(2).clone()
+    for b in range(2):
+        for h in range(2):
+            kept = int(budget[b, h].sum()) // 48
+            assert 0 < kept < 15
+            order = sorted(range(15), key=lambda j: -float(weights[b, h, :, j].max()))
+            w = value.weight[6 * h : 6 * h + 6]
+            rows[b, h, order[kept:]] = w @ center[b] + value.bias[6 * h : 6 * h + 6]
+            assert facts["counts"][b, h].tolist() == [48 * (j in order[:kept]) for j in range(15)]
+    torch.testing.assert_close(found.output, weights @ rows, rtol=0, atol=1e-12)
+    errors = (found.output - exact(q, k, value)).norm(dim=-1)
+    assert bool((errors <= facts["certificate"]).all())
+    assert "bound" not in facts
+    assert bool((facts["rate"] <= budget.double().mean(-1) / 48).all())
+    assert torch.equal(
+        found.output, sparing.attention(q, k, value, method=spec(0.6, f", estimator={estimator}"), seed=1)
+    )
+
+
+def test_calls_of_other_shapes_do_not_matter():
+    small, large = problem(n=7, batch=2), problem(n=30, batch=3)
+    before = sparing.attention(*small, method=spec(2.0), seed=0)
+    sparing.attention(*large, method=spec(2.0), seed=0)
+    assert torch.equal(sparing.attention(*small, method=spec(2.0), seed=0), before)
+
+
+def test_no_features_leave_the_bias():
+    q, k, value = problem(n=4)
+    none = Projection(value.x[..., :0], value.weight[:, :0], value.bias)
+    out = sparing.attention(q, k, none, method="monte_carlo", seed=0)
+    torch.testing.assert_close(out, value.bias.expand_as(out))
+
+
+def test_cost_follows_the_measured_rate():
+    q, k, value = problem(heads=2)
+    shape = Shape(heads=2, queries=16, keys=16, head_dim=8, value_dim=6, in_features=48)
+    method = sparing.method(spec(2.0))
+    facts = sparing.inspect(q, k, value, method=method, seed=0).statistics
+    saved = method.cost(shape).flops - method.cost(shape, facts).flops
+    assert saved == pytest.approx(2 * 6 * float((48 - facts["counts"]).sum()))
+    assert saved > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alpha": -0.1}, "alpha=-0.1"),
+        ({"alpha": math.nan}, "alpha=nan"),
+        ({"alpha": math.inf}, "alpha=inf"),
+        ({"samples": "own"}, "samples='own'"),
+        ({"estimator": "top"}, "estimator='top'"),
+        ({"samples": "shared", "estimator": "drop"}, "samples='shared' with estimator='drop'"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        monte_carlo.MonteCarlo(**settings)
+
+
+def test_causal_calls_are_refused_in_any_form():
+    q, k, value = problem(n=9, heads=2)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    additive = torch.zeros(9, 9).masked_fill(~causal, -torch.inf)
+    window = causal & torch.ones(9, 9, dtype=torch.bool).triu(-2)
+    left_padded = causal & (torch.arange(9) > 3)
+    one_head = torch.stack([causal, torch.ones_like(causal)])[None]
+    for mask in (causal, additive, window, left_padded, one_head):
+        with pytest.raises(Unsupported, match="monte_carlo does not support a causal attn_mask"):
+            sparing.attention(q, k, value, mask, method="monte_carlo")
+    with pytest.raises(Unsupported, match="causal attn_mask"):  # the last four queries of nine tokens
+        sparing.attention(q[:, :, 5:], k, value, causal[5:], method="monte_carlo")
+    with pytest.raises(Unsupported, match="is_causal"):
+        sparing.attention(q, k, value, is_causal=True, method="monte_carlo")
+    only_first = torch.zeros(9, 9, dtype=torch.bool)
+    only_first[:, 0] = True  # padding, not causality
+    for mask in (only_first, torch.ones(9, 9, dtype=torch.bool).triu(), ~torch.eye(9, dtype=torch.bool)):
+        assert sparing.attention(q, k, value, mask, method="monte_carlo", seed=0).isfinite().all()
