@@ -1,1 +1,0 @@
-"""Yardsticks, not products."""

@@ -1,0 +1,119 @@
+"""Oracle selections: the keys of largest weight (OVO), and the values nearest to the output (OVA)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparing.call import Call
+from sparing.maths import dense
+from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.oracles.convex import value_aware
+from sparing.oracles.nearest import largest
+from sparing.oracles.rows import blocks, pairs_held
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKeys(Method):
+    """Attention to the keys of largest weight (OVO of Gupta and Berant, "Value-aware Approximate Attention", 2021).
+
+    out_i = sum_{j in S_i} exp(s q_i.k_j) v_j / sum_{j in S_i} exp(s q_i.k_j),  S_i the `keys` largest weights
+
+    Among equal weights the lower index wins. A yardstick, not a product: it computes every weight first. More keys
+    can make a query's error larger, since keys of opposite values may cancel. `inspect()` notes the `mass`: the share
+    of the softmax weight that the selected keys hold.
+
+    keys: keys that a query attends to.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
+    >>> sparing.attention(q, k, v, method="top_keys(keys=8)", is_causal=True).shape
+    torch.Size([1, 2, 128, 16])
+    """
+
+    name = "top_keys"
+    budget = "keys"
+    oracle = True
+    supports = Supports(causal=True, attn_mask="any", gradient=False, lse=True, training_free=True)
+
+    keys: int = knob(64, minimum=1)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        out, lse, mass = [], [], []
+        for _, _, scores in blocks(q, k, call):  # (B, H, rows, n_k)
+            chosen = scores.masked_fill(~largest(scores, self.keys), -torch.inf)
+            weights, total = dense.softmax(chosen)
+            out.append(weights @ v)
+            lse.append(total)
+            if call.noted:
+                mass.append((total - dense.softmax(scores)[1]).exp().nan_to_num())
+        call.note(lse=torch.cat(lse, dim=-1), **({"mass": torch.cat(mass, dim=-1)} if mass else {}))
+        return torch.cat(out, dim=-2)
+
+    def full_budget(self, shape: Shape) -> Method:
+        return replace(self, keys=max(shape.keys, 1))
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        r, units = min(self.keys, shape.keys), shape.batch * shape.heads
+        # All scores, a comparison each to find the largest, then softmax and output on those.
+        work = shape.pairs * (2 * shape.head_dim + 1) + shape.queries * r * (1 + 2 * shape.value_dim)
+        return Cost(units * work + shape.projection_flops, 12.0 * pairs_held(shape), r)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueAware(Method):
+    """The best few values (OVA of Gupta and Berant, "Value-aware Approximate Attention", 2021).
+
+    out_i = argmin |o_i - x|^2 over convex combinations x of at most `keys` visible values, o_i = exact attention
+
+    The weights are free, unrelated to the attention weights. One key: the optimum, the value nearest to o_i. From
+    e + 1 keys on (e the width of a value): o_i itself, by Caratheodory's theorem. In between a greedy pursuit, not the
+    optimum; its squared error is at most sum_j alpha_ij |v_j - o_i|^2 / keys, and never above that of `top_keys`. A
+    yardstick, not a product: it needs o_i. Computed in float64. `inspect()` notes `indices` and `weights` [B, H, n_q,
+    keys] and `error`, the distance |o_i - out_i|.
+
+    keys: values that an output is made of, at most.
+    corrective: after each new key, find the best weights for all keys so far. False is the plain pursuit, which keeps
+        the bound but not the exactness at e + 1 keys.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64).unbind(0)
+    >>> exact = sparing.attention(q, k, v)
+    >>> torch.allclose(sparing.attention(q, k, v, method="value_aware(keys=9)"), exact, atol=1e-9)
+    True
+    """
+
+    name = "value_aware"
+    budget = "keys"
+    oracle = True
+    supports = Supports(causal=True, attn_mask="any", gradient=False, training_free=True)
+
+    keys: int = knob(16, minimum=1)
+    corrective: bool = True
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        wide = v.double()
+        parts = []
+        for _, visible, scores in blocks(q.double(), k.double(), call):
+            alpha, _ = dense.softmax(scores)
+            # Every visible key may be used, also one whose weight underflows to zero.
+            indices, weights = value_aware(
+                alpha, wide.unsqueeze(2), self.keys, allowed=visible, corrective=self.corrective
+            )
+            spread = torch.zeros_like(alpha).scatter_add(-1, indices, weights)  # (B, H, rows, n_k)
+            out = spread @ wide
+            parts.append((out, indices, weights, (out - alpha @ wide).norm(dim=-1)))
+        out, indices, weights, error = (torch.cat(p, dim=2) for p in zip(*parts, strict=True))
+        call.note(indices=indices, weights=weights, error=error)
+        return out.to(v.dtype)
+
+    def full_budget(self, shape: Shape) -> Method:
+        return replace(self, keys=shape.value_dim + 1, corrective=True)
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        d, e, units = shape.head_dim, shape.value_dim, shape.batch * shape.heads
+        r = min(self.keys, e + 1, shape.keys)
+        scan = shape.pairs * (2 * d + 1 + 2 * e + r * (2 * e + 8))  # exact attention, then all keys once per atom
+        solve = shape.queries * r * (r**3 / 3 + 2 * r * r * e) if self.corrective else 0.0
+        return Cost(units * (scan + solve) + shape.projection_flops, 32.0 * pairs_held(shape), r)
