@@ -124,7 +124,7 @@ def causal_leak(row: Row, impl: str) -> None:
     for n, t in ((9, 0), (33, 20), (100, 63)):
         x = make(row.method, n_q=n)
         weight = torch.randn(2, 2, t + 1, 6, generator=torch.Generator().manual_seed(5))
-        y = tracked(x)
+        y = tracked(x) if differentiable(row) else x
         before = run(row.method, y, impl=impl, is_causal=True)[:, :, : t + 1]
         wanted = gradients(y, before, weight) if differentiable(row) else []
         for what, fill in (("noise", None), ("NaN", torch.nan), ("1e30", 1e30)):
@@ -135,7 +135,8 @@ def causal_leak(row: Row, impl: str) -> None:
                 other[..., t + 1 :, :] = noise if fill is None else fill
                 return other
 
-            z = tracked(replace(x, q=spoil(x.q), k=spoil(x.k)).with_payload(spoil(x.payload)))
+            z = replace(x, q=spoil(x.q), k=spoil(x.k)).with_payload(spoil(x.payload))
+            z = tracked(z) if differentiable(row) else z
             after = run(row.method, z, impl=impl, is_causal=True)[:, :, : t + 1]
             same(row, f"outputs up to {t} of {n} with {what} later", after, before)
             if differentiable(row):
@@ -241,7 +242,7 @@ def gqa_equals_repeat(row: Row, impl: str) -> None:
 def shape_of(x: Inputs, causal: bool = False) -> Shape:
     value_dim = x.value.shape[-1] if isinstance(x.value, Tensor) else x.value.weight.shape[0] // x.k.shape[1]
     return Shape(
-        batch=x.q.shape[0], heads=x.q.shape[1], queries=x.n_q, keys=x.n_k, head_dim=x.q.shape[-1],
+        batch=x.q.shape[0], heads=x.q.shape[1], kv_heads=x.k.shape[1], queries=x.n_q, keys=x.n_k, head_dim=x.q.shape[-1],
         value_dim=value_dim, causal=causal,
         in_features=x.value.x.shape[-1] if isinstance(x.value, Projection) else None,
     )  # fmt: skip

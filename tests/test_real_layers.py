@@ -29,7 +29,7 @@ def uniform(minilm_layers):
     """Error of uniform attention (the mean of the values): what doing nothing costs."""
     total = 0.0
     for layer in (minilm_layers[i] for i in (0, 2, 5)):
-        value = layer.value.project(12)
+        value = layer.value.project(12).detach()
         exact = sparing.attention(layer.query, layer.key, value)
         total += float((value.mean(-2, keepdim=True) - exact).norm() / exact.norm()) / 3
     return total
@@ -61,8 +61,8 @@ def test_training_free_methods_beat_doing_nothing(spec, errors, uniform):
 
 
 def test_a_larger_budget_is_closer(errors):
+    """Not so for nystrom: its middle matrix gets harder to invert (.66, .52 and .62 at 4, 16 and 64 landmarks)."""
     for name, levels in {
-        "nystrom(landmarks={})": (4, 16, 64),
         "window(size={})": (16, 64, 192),
         "lsh(rounds=4, chunk={})": (4, 16, 64),
         "top_keys(keys={})": (4, 16, 64),

@@ -46,12 +46,11 @@ def _compare(options: argparse.Namespace) -> int:
     from sparing.tasks import minilm
 
     logging.disable_progress_bar()
-    console = Console()
     with Console(stderr=True).status("loading MiniLM") as status:
         encoder = minilm.load()
         ids = minilm.token_ids(encoder, length=options.length, documents=options.documents)
         layers = capture(encoder.model, input_ids=ids)
         rows = compare(layers, chosen, progress=status.update)
     size = f"{len(layers)} layers, {options.documents} documents of {options.length} tokens"
-    show(rows, title=f"MiniLM, {size} (Python help topics)", console=console)
+    show(rows, title=f"MiniLM, {size} (Python help topics)")
     return 0

@@ -178,7 +178,7 @@ class MultiheadAttention(nn.Module):
     def _mask(
         self, padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor, extra: int
     ) -> tuple[Tensor | None, bool]:
-        """torch's masks (True or -inf hides) as the door's (True shows, or additive); `extra` keys are visible to all."""
+        """torch's masks (True or -inf hides) as the door's (True shows, or additive); all see the `extra` keys."""
         batch, n_q, n_k = q.shape[0], q.shape[2], k.shape[2] - extra
         causal = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device).tril() if is_causal else None
         if attn_mask is not None:

@@ -97,8 +97,8 @@ def shape_of(layer: Layer, *, projection: bool) -> Shape:
     batch, heads, length, head_dim = layer.query.shape
     width = layer.value.weight.shape[0] // layer.key.shape[1]
     return Shape(
-        batch=batch, heads=heads, queries=length, keys=length, head_dim=head_dim, value_dim=width,
-        in_features=layer.value.x.shape[-1] if projection else None,
+        batch=batch, heads=heads, kv_heads=layer.key.shape[1], queries=length, keys=length, head_dim=head_dim,
+        value_dim=width, in_features=layer.value.x.shape[-1] if projection else None,
     )  # fmt: skip
 
 

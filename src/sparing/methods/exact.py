@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparing import dense
 from sparing.call import Call
+from sparing.maths import dense
 from sparing.method import Cost, Method, Shape, Supports
 
 

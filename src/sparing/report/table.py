@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,7 @@ def capabilities(supports: Supports) -> str:
 
 def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
     """The table that `sparing compare` prints."""
-    table = Table(title=title, caption_justify="left", title_justify="left", caption=_legend())
+    table = Table(title=title, title_justify="left", caption=_legend(), caption_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("method", no_wrap=True)
     for name in ("substit.", "approx.", "total", "worst", "FLOPs", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -45,11 +46,9 @@ def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
     return table
 
 
-def show(rows: Sequence[Comparison], *, title: str, console: Console | None = None) -> None:
-    """Print the table."""
-    console = console or Console()
-    width = console.width if console.is_terminal else max(console.width, 120)
-    console.print(comparison_table(rows, title=title), width=width)
+def show(rows: Sequence[Comparison], *, title: str) -> None:
+    """Print the table; on a narrow terminal lines wrap, since a number that is cut off is worse."""
+    Console(width=max(Console().width, 120)).print(comparison_table(rows, title=title))
 
 
 def _error(value: float) -> str:
