@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import sparing
 from sparing import Projection, Unsupported, attention
 
+from largest import largest_tensor
+
 
 def qkv(batch=2, heads=4, n_q=9, n_k=9, d=8, e=6, kv_heads=None, dtype=torch.float32):
     kv_heads = heads if kv_heads is None else kv_heads
@@ -78,13 +80,131 @@ def test_dropout_is_unbiased_seeded_and_differs_by_slot_only_without_a_seed():
     assert not torch.equal(seeded, attention(q, k, v, dropout_p=0.5, seed=2))
     free = attention(q, k, v, dropout_p=0.5)
     assert not torch.equal(free[0], free[1])
+    few, shared, _ = qkv(batch=1, heads=4, kv_heads=2, n_q=16, n_k=16)
+    weights = attention(few, shared, torch.eye(16).expand(1, 2, 16, 16), dropout_p=0.5, enable_gqa=True, seed=0)
+    assert not torch.equal(weights[:, 0] > 0, weights[:, 1] > 0), "heads of a group need their own dropout"
     # Null: mean over slots = exact output. 24 z-scores from 400 independent slots; |z| < 5.4 has a false-alarm rate of 1e-6.
     error = free - attention(q, k, v)
     z = error.mean(0) / (error.std(0) / 400**0.5)
     assert float(z.abs().max()) < 5.4
 
 
+def test_dropout_of_a_padded_sequence_is_that_of_the_sequence():
+    q, k, v = qkv(batch=1, n_q=12, n_k=12)
+    keep = torch.arange(12)[None] >= 3
+    padded = attention(q, k, v, keep[:, None, None], dropout_p=0.5, seed=4)[:, :, 3:]
+    packed = attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], dropout_p=0.5, seed=4)
+    assert torch.allclose(padded, packed, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", sorted(set(sparing.methods()) - {"monte_carlo"}))
+def test_autocast_does_not_reach_inside(method, dtype):
+    q, k, v = qkv(n_q=33, n_k=33)
+    wanted = attention(q, k, v, method=method, seed=0)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(attention(q, k, v, method=method, seed=0), wanted)
+
+
+def test_what_a_mask_means_does_not_depend_on_how_it_is_stored():
+    q, k, v = qkv(n_q=20, n_k=20)
+    keep = (torch.rand(2, 1, 1, 20) < 0.7).index_fill(-1, torch.tensor([0]), True)
+    for method in ("nystrom(landmarks=4)", "sampled(samples=4)", "yoso(hashes=4)"):
+        wanted = attention(q, k, v, keep, method=method, seed=0)
+        for full in (
+            keep.expand(2, 4, 20, 20),
+            keep.expand(2, 4, 20, 20).contiguous(),
+            keep.expand(2, 1, 20, 20).clone(),
+        ):
+            assert torch.equal(attention(q, k, v, full, method=method, seed=0), wanted)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_wide_mask_serves_narrow_inputs(impl):
+    q, k, v = qkv()
+    bias = torch.randn(9, 9, dtype=torch.float64)
+    found = attention(q, k, v, bias, impl=impl)
+    assert torch.allclose(found, sdpa(q, k, v, bias.float()), atol=1e-6)
+
+
+def test_a_learned_bias_gets_its_gradient_also_when_it_is_zero():
+    q, k, v = qkv()
+    for shape in ((9, 9), (2, 1, 1, 9)):
+        bias = torch.zeros(shape, requires_grad=True)
+        attention(q, k, v, bias).square().sum().backward()
+        assert float(bias.grad.abs().sum()) > 0
+
+
+def test_deterministic_calls_leave_the_global_generator_alone():
+    state = torch.get_rng_state()
+    attention(*qkv_fixed(), method="nystrom(landmarks=4)")
+    assert torch.equal(state, torch.get_rng_state())
+    attention(*qkv_fixed(), method="yoso")
+    assert not torch.equal(state, torch.get_rng_state())
+
+
+def qkv_fixed():
+    return torch.linspace(-1, 1, 3 * 2 * 9 * 8).view(3, 1, 2, 9, 8).unbind(0)
+
+
+def test_empty_inputs_stay_in_the_graph():
+    q, k, v = qkv()
+    for name, call in {
+        "no item": lambda: attention(q[:0], k[:0], v[:0]),
+        "no query": lambda: attention(q[:, :, :0], k, v),
+        "no key": lambda: attention(q, k[:, :, :0], v[:, :, :0]),
+        "no width": lambda: attention(q, k, v[..., :0]),
+    }.items():
+        for leaf in (q, k, v):
+            leaf.requires_grad_()
+            leaf.grad = None
+        out = call()
+        out.sum().backward()
+        assert all(t.grad is not None and bool((t.grad == 0).all()) for t in (q, k, v)), name
+
+
+def test_large_finite_entries_cost_no_more_and_change_nothing_else():
+    q, k, v = qkv(batch=1, heads=1, n_q=3000, n_k=3000, d=4, e=4)
+    k[0, 0, 1500, 2] = 1e16
+    out = attention(q, k, v, method="window(size=4)", is_causal=True)
+    assert out.isfinite().all()
+    assert largest_tensor(lambda: attention(q, k, v, method="window(size=4)", is_causal=True)) < 3000 * 3000 / 4
+
+
+def test_lse_of_rows_without_a_result():
+    q, k, v = qkv(n_q=6, n_k=6)
+    q[0, 0, 2] = torch.nan
+    real = torch.ones(2, 6, dtype=torch.bool)
+    real[1, 4] = False
+    lse = sparing.inspect(q, k, v, query_mask=real).lse
+    assert lse[0, 0, 2].isnan()
+    assert (lse[1, :, 4] == -torch.inf).all()
+    assert lse[0, 1].isfinite().all()
+    assert sparing.inspect(q[:, :, :0], k, v, method="nystrom").lse is None
+
+
+def test_a_method_that_returns_the_wrong_shape_is_named():
+    class Wrong(sparing.Method):
+        name = "_wrong"
+
+        def reference(self, q, k, v, call):
+            return v[..., :1]
+
+    with pytest.raises(
+        RuntimeError, match=r"_wrong: the method returned \[2, 4, 9, 1\] for a call that needs \[2, 4, 9, 6\]"
+    ):
+        attention(*qkv(), method=Wrong())
+
+
 BAD_CALLS = {
+    "is_causal": (lambda q, k, v: attention(q, k, v, is_causal="False"), TypeError, ["is_causal='False'"]),
+    "enable_gqa": (lambda q, k, v: attention(q, k, v, enable_gqa=1), TypeError, ["enable_gqa=1"]),
+    "huge scale": (lambda q, k, v: attention(q, k, v, scale=1e37), ValueError, ["scale=1e+37", "1e8"]),
+    "streams type": (lambda q, k, v: attention(q, k, v, streams=1), ValueError, ["streams=1"]),
+    "streams of flags": (lambda q, k, v: attention(q, k, v, streams=[True] * 4), ValueError, ["streams=[True"]),
+    "learned mask": (
+        lambda q, k, v: attention(q, k, v, torch.zeros(9, 9, requires_grad=True), method="top_keys"),
+        Unsupported, ["top_keys", "attn_mask", "no_grad"]),
     "rank": (lambda q, k, v: attention(q[0], k, v), ValueError, ["query", "4 dimensions", "[4, 9, 8]"]),
     "value rank": (lambda q, k, v: attention(q, k, v[0]), ValueError, ["value", "4 dimensions"]),
     "batch": (lambda q, k, v: attention(q, k[:1], v[:1]), ValueError, ["key", "[1, 4, 9, 8]", "[2, 4, 9, 8]"]),
@@ -140,7 +260,7 @@ def test_a_refusal_names_the_way_out():
     q, k, v = qkv()
     with pytest.raises(Unsupported, match=r"nystrom does not support is_causal=True.*use a causal method"):
         attention(q, k, v, is_causal=True, method="nystrom")
-    with pytest.raises(Unsupported, match=r"nystrom does not support attn_mask.*\[B, 1, 1, n_k\]"):
+    with pytest.raises(Unsupported, match=r"nystrom does not support attn_mask.*\[B, 1, 1, n_k\].*-inf"):
         attention(q, k, v, torch.rand(9, 9) < 0.5, method="nystrom")
     assert issubclass(Unsupported, NotImplementedError)
     assert issubclass(Unsupported, ValueError)

@@ -72,6 +72,69 @@ def test_layouts_and_gradients():
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads))
 
 
+@pytest.mark.parametrize("spec", ["window(size=4)", "yoso(hashes=4)"])
+def test_torchs_encoder_layer_does_not_bypass_the_method(spec):
+    """In evaluation without gradients torch's layer would run a fused kernel on the weights alone."""
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0).eval()
+    exact = layer(torch.ones(1, 20, 16))
+    layer.self_attn = MultiheadAttention(16, 4, batch_first=True, method=spec, seed=0).eval()
+    x = torch.randn(2, 20, 16)
+    wanted = layer(x)
+    with torch.no_grad():
+        assert torch.allclose(layer(x), wanted, atol=1e-6)
+        stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        assert torch.allclose(stack(x), layer(wanted), atol=1e-5)
+    assert exact.shape == (1, 20, 16)
+
+
+def test_dropout_acts_in_training_only_and_starts_like_torchs_module():
+    torch.manual_seed(3)
+    theirs = torch.nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+    torch.manual_seed(3)
+    ours = MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+    x = torch.randn(2, 9, 16)
+    assert torch.allclose(ours.eval()(x, x, x)[0], theirs.eval()(x, x, x)[0], atol=1e-6)
+    assert not torch.allclose(ours.train()(x, x, x)[0], ours.eval()(x, x, x)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["nystrom(landmarks=3)", "skyformer(landmarks=6)", "lsh(rounds=2, chunk=4)"])
+@pytest.mark.parametrize("extra", ["add_bias_kv", "add_zero_attn"])
+def test_padded_tokens_stay_without_influence_beside_extra_keys(method, extra):
+    layer = MultiheadAttention(16, 4, batch_first=True, method=method, seed=0, **{extra: True}).eval()
+    x = torch.randn(2, 20, 16)
+    padding = torch.arange(20).expand(2, 20) >= torch.tensor([[12], [20]])
+    before = layer(x, x, x, key_padding_mask=padding)[0]
+    y = x.masked_fill(padding[..., None], 9.0)
+    assert torch.equal(layer(y, y, y, key_padding_mask=padding)[0][~padding], before[~padding])
+
+
+def test_cross_attention_of_equal_lengths_counts_every_query():
+    layer = MultiheadAttention(16, 4, batch_first=True, method="nystrom(landmarks=3)").eval()
+    x, y = torch.randn(2, 1, 20, 16).unbind(0)
+    padding = torch.arange(20)[None] >= 12
+    q, k, v = (layer._split(t) for t in torch.nn.functional.linear(y, layer.in_proj_weight).chunk(3, -1))
+    q = layer._split(torch.nn.functional.linear(x, layer.in_proj_weight[:16]))
+    real = torch.ones(1, 20, dtype=torch.bool)
+    wanted = sparing.attention(q, k, v, ~padding[:, None, None], method=layer.method, query_mask=real)
+    found = layer(x, y, y, key_padding_mask=padding)[0]
+    assert torch.allclose(found, layer.out_proj(wanted.transpose(1, 2).flatten(2)), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "method", ["exact", "window(size=4)", "monte_carlo(alpha=0.0)", "random_features(features=16)", "kernel(kind=elu)"]
+)
+def test_autocast_rounds_and_nothing_more(method, dtype):
+    extra = {"add_bias_kv": True} if not method.startswith(("monte", "window")) else {}
+    layer = MultiheadAttention(16, 4, batch_first=True, method=method, seed=0, **extra).eval()
+    x = torch.randn(2, 20, 16)
+    with torch.autocast("cpu", dtype=dtype):
+        found = layer(x, x, x)[0]
+    assert torch.allclose(found.float(), layer(x, x, x)[0], atol=0.06)
+
+
 def test_it_serves_in_a_transformer_encoder():
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
     layer.self_attn = MultiheadAttention(16, 4, batch_first=True, method="nystrom(landmarks=4)")
@@ -93,16 +156,36 @@ def test_samples_are_fresh_in_training_and_fixed_in_evaluation():
     layer.eval()
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
     twin = MultiheadAttention(16, 2, batch_first=True, method="random_features(features=8)").eval()
+    own = twin.evaluation_seed.clone()
+    twin.load_state_dict(torch.nn.MultiheadAttention(16, 2).state_dict())
+    assert twin.evaluation_seed == own, "a state_dict of torch's module leaves the seed alone"
     twin.load_state_dict(layer.state_dict())
-    assert not torch.equal(layer(x, x, x)[0], twin(x, x, x)[0])
+    assert torch.equal(layer(x, x, x)[0], twin(x, x, x)[0]), "a saved layer must evaluate the same when loaded"
     fixed = [MultiheadAttention(16, 2, batch_first=True, method=layer.method, seed=5) for _ in range(2)]
     fixed[1].load_state_dict(fixed[0].state_dict())
     assert torch.equal(fixed[0].train()(x, x, x)[0], fixed[1].eval()(x, x, x)[0])
 
 
-def test_learned_state_is_owned_saved_and_trained():
-    layer = MultiheadAttention(16, 2, batch_first=True, method="nystrom(landmarks=4, convolution=5)").double()
+@pytest.mark.parametrize("method", ["linformer(rank=5)", "yoso(hashes=4, convolution=3)", "nystrom(convolution=3)"])
+def test_learned_state_is_in_the_state_dict_and_gets_a_gradient(method):
+    layer = MultiheadAttention(16, 2, batch_first=True, method=method, max_length=24)
     assert "state.weight" in layer.state_dict()
+    assert "state.weight" in dict(layer.named_parameters())
+    x = torch.randn(2, 20, 16)
+    layer(x, x, x)[0].square().sum().backward()
+    assert float(layer.state.weight.grad.abs().sum()) > 0
+
+
+def test_linformer_needs_its_longest_length():
+    with pytest.raises(ValueError, match="max_length"):
+        MultiheadAttention(16, 2, method="linformer(rank=5)")
+    layer = MultiheadAttention(16, 2, batch_first=True, method="linformer(rank=5)", max_length=10)
+    with pytest.raises(ValueError, match=r"20 keys exceed max_length=10"):
+        layer(*[torch.randn(1, 20, 16)] * 3)
+
+
+def test_learned_state_is_part_of_the_result():
+    layer = MultiheadAttention(16, 2, batch_first=True, method="nystrom(landmarks=4, convolution=5)").double()
     x = torch.randn(2, 20, 16, dtype=torch.float64)
     out = layer(x, x, x)[0]
     out.sum().backward()
@@ -146,3 +229,12 @@ def test_refusals_come_early_and_name_the_way_out():
         layer(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"attn_mask \[9, 8\]"):
         layer(x, x, x, attn_mask=torch.zeros(9, 8))
+    with pytest.raises(TypeError, match=r"key_padding_mask has dtype torch.int64; use boolean \(True = padded\)"):
+        layer(x, x, x, key_padding_mask=torch.zeros(2, 9, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"dropout=2.0 must be a number"):
+        MultiheadAttention(16, 4, dropout=2.0)
+    with pytest.raises(TypeError, match=r"seed=1.5 must be an integer"):
+        MultiheadAttention(16, 4, seed=1.5)
+    for extra in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(Unsupported, match=f"monte_carlo needs all values.*{extra}=False"):
+            MultiheadAttention(16, 4, method="monte_carlo", **{extra: True})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparing.call import Call
-from sparing.check import check_call, check_inputs
+from sparing.check import Inputs, check_call, check_inputs
 from sparing.draws import Draws
 from sparing.method import Method, Projection
 from sparing.method import method as _method
@@ -51,12 +51,13 @@ def attention(
 
     query is [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a `Projection`; returns [B, H, n_q, e].
 
-    attn_mask: boolean (True = attend) or additive, broadcastable to [B, H, n_q, n_k]. A mask of shape [B, 1, 1, n_k]
-        is a key-padding mask, which nearly every method supports. Unlike SDPA, it may be combined with is_causal.
+    attn_mask: boolean (True = attend) or additive, broadcastable to [B, H, n_q, n_k]; -inf, or the lowest number of
+        its type, hides a key. A mask that shows the same keys to all queries and heads, such as one of shape
+        [B, 1, 1, n_k], is key padding, which every method supports. Unlike SDPA, it may be combined with is_causal.
     is_causal: query i sees keys 0..i (upper-left aligned, like SDPA).
     method: a `Method` or its spec string, such as "nystrom(landmarks=64)".
-    seed: fixes all random choices; the result then depends on nothing but the arguments. None draws one number from
-        torch's global generator.
+    seed: fixes all random choices; the result then depends on nothing but the arguments (dropout: all batch items drop
+        the same weights). An integer, used modulo 2^64. None draws one number from torch's global generator.
     impl: "auto" takes the fastest path that covers the call, "reference" the plain specification; "native" insists on
         a compiled kernel and raises where there is none.
     query_mask: boolean [B, n_q]; rows of False give zeros and influence no other row. None: every row is computed, and
@@ -120,32 +121,59 @@ def _run(
     notes: dict[str, Tensor] | None,
 ) -> Tensor:
     chosen = _method(spec)
-    inputs = check_inputs(query, key, value, attn_mask, dropout_p, scale, enable_gqa, seed, impl, query_mask, streams)
+    inputs = check_inputs(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed, impl, query_mask, streams
+    )
     check_call(chosen, inputs, is_causal, impl)
+    # Methods compute in float32 or better; an autocast around the call would undo that inside.
+    with torch.autocast(query.device.type, enabled=False):
+        return _compute(chosen, inputs, query, key, value, is_causal, seed, impl, query_mask, streams, state, notes)
 
+
+def _compute(
+    chosen: Method,
+    inputs: Inputs,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    is_causal: bool,
+    seed: int | None,
+    impl: Impl,
+    query_mask: Tensor | None,
+    streams: Sequence[int] | None,
+    state: nn.Module | None,
+    notes: dict[str, Tensor] | None,
+) -> Tensor:
     q, k, groups = query, key, inputs.groups
     v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
     if query.dtype in (torch.float16, torch.bfloat16):  # accumulate in float32
         q, k = q.float(), k.float()
-        v = Projection(*(None if t is None else t.float() for t in v)) if isinstance(v, Projection) else v.float()  # type: ignore[arg-type]
+        v = v.map(Tensor.float) if isinstance(v, Projection) else v.float()
     kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
+    random = chosen.supports.stochastic or inputs.dropout_p > 0
+    mask = inputs.mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
     call = Call(
         scale=inputs.scale,
         is_causal=is_causal,
         keep=inputs.keep,
         influence=inputs.influence,
-        mask=inputs.mask,
-        draws=Draws(_seed(seed), kv_streams.repeat_interleave(groups)),
+        mask=mask,
+        draws=Draws(_seed(seed, random), kv_streams.repeat_interleave(groups)),
         groups=groups,
-        dropout_p=dropout_p,
+        dropout_p=inputs.dropout_p,
         slot_keyed_dropout=seed is None,
         state=state,
         statistics=notes,
     )
     chosen.check(q, k, call)
-    if 0 in (query.shape[0], query.shape[1], query.shape[2], key.shape[2], inputs.value_dim):
-        call.note(lse=q.new_full(query.shape[:3], -torch.inf))
-        return q.new_zeros(*query.shape[:3], inputs.value_dim).to(query.dtype)
+    shape = (*query.shape[:3], inputs.value_dim)
+    if 0 in (*shape, key.shape[2]):
+        if chosen.supports.lse:
+            call.note(lse=q.new_full(query.shape[:3], -torch.inf))
+        nothing = sum(t[..., :0].sum() for _, t in inputs.tensors)  # zero, and part of every input's graph
+        return (q.new_zeros(shape) + nothing).to(query.dtype)
 
     clean = quarantine(q, k, v, chosen, call)
     k = clean.k.repeat_interleave(groups, dim=1) if groups > 1 else clean.k
@@ -154,12 +182,22 @@ def _run(
         v = v.repeat_interleave(groups, dim=1)
     compute = chosen.reference if impl == "reference" else chosen.fast
     out = compute(clean.q, k, v, call)  # type: ignore[arg-type]  # a Projection only where the method asks for one
+    if out.shape != shape:
+        raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
+    lse = None if notes is None else notes.get("lse")
     if clean.spoiled is not None:
         out = out.masked_fill(clean.spoiled, torch.nan)
+        lse = None if lse is None else lse.masked_fill(clean.spoiled.any(-1), torch.nan)
     if query_mask is not None:
         out = out.masked_fill(~query_mask[:, None, :, None], 0.0)
+        lse = None if lse is None else lse.masked_fill(~query_mask[:, None, :], -torch.inf)
+    if lse is not None:
+        call.note(lse=lse)
     return out.to(query.dtype)
 
 
-def _seed(seed: int | None) -> int:
-    return int(torch.randint(2**63 - 1, ())) if seed is None else seed & (2**64 - 1)
+def _seed(seed: int | None, random: bool) -> int:
+    """The seed as 64 bits; None draws one, but only for a call that needs random numbers."""
+    if seed is None:
+        return int(torch.randint(2**63 - 1, ())) if random else 0
+    return seed & (2**64 - 1)

@@ -36,6 +36,7 @@ def check_inputs(
     value: Tensor | Projection,
     attn_mask: Tensor | None,
     dropout_p: float,
+    is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
     seed: int | None,
@@ -73,6 +74,9 @@ def check_inputs(
         raise ValueError(f"key has {kv_heads} heads but query has {heads}; pass enable_gqa=True to share key heads")
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"key has {kv_heads} heads, which does not divide the {heads} heads of query")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r} must be True or False")
     _check_scalars(dropout_p, scale, seed, impl, streams, kv_heads)
     mask = _check_mask(attn_mask, batch, heads, n_q, n_k, query.device)
     keep, mask = _split_padding(mask, batch, n_k)
@@ -105,7 +109,8 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str) -> No
     if inputs.mask is not None and not can.attn_mask:
         refuse(
             f"attn_mask of shape {_size(inputs.mask)} that differs by query or head, or holds a bias",
-            "pass key padding as a boolean mask [B, 1, 1, n_k], causality as is_causal=True, or use 'exact'",
+            "pass key padding as a boolean mask [B, 1, 1, n_k] (or additive, with -inf for hidden keys), causality as "
+            "is_causal=True, or use 'exact'",
         )
     if inputs.mask is not None and can.attn_mask == "boolean" and inputs.mask.dtype != torch.bool:
         refuse("an additive attn_mask", "pass a boolean mask (True = attend), or use 'exact'")
@@ -119,6 +124,8 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str) -> No
         asked = [name for name, t in inputs.tensors if t.requires_grad]
         if can.gradient == "values":
             asked = [name for name in asked if not name.startswith("value")]
+        if inputs.mask is not None and inputs.mask.requires_grad:
+            asked.append("attn_mask")
         if asked:
             refuse(f"a gradient for {', '.join(asked)}", "call it under torch.no_grad() or detach its inputs")
     if impl == "native":
@@ -150,16 +157,16 @@ def _check_scalars(
         raise ValueError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale={scale!r} must be a number or None")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} must be finite")
+    if scale is not None and not abs(scale) <= 1e8:
+        raise ValueError(f"scale={scale!r} must be finite, and at most 1e8: beyond, logits overflow")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed={seed!r} must be an integer or None")
     if impl not in ("auto", "reference", "native"):
         raise ValueError(f"impl={impl!r} is not one of 'auto', 'reference', 'native'")
     if streams is not None:
-        numbers = list(streams)
-        if len(numbers) != kv_heads or not all(isinstance(n, int) and 0 <= n < 2**32 for n in numbers):
-            raise ValueError(f"streams={numbers!r} must hold one integer in [0, 2^32) per key head ({kv_heads})")
+        numbers = list(streams) if isinstance(streams, Sequence) else []
+        if len(numbers) != kv_heads or not all(type(n) is int and 0 <= n < 2**32 for n in numbers):
+            raise ValueError(f"streams={streams!r} must hold one integer in [0, 2^32) per key head ({kv_heads})")
 
 
 def _check_mask(mask: Tensor | None, batch: int, heads: int, n_q: int, n_k: int, device: torch.device) -> Tensor | None:
@@ -187,10 +194,15 @@ def _split_padding(mask: Tensor | None, batch: int, n_k: int) -> tuple[Tensor | 
     """(key padding, other mask). A mask that is the same for all heads and queries, and hides or shows, is padding."""
     if mask is None:
         return None, None
-    shared = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
-    if not shared:
+    if mask.requires_grad:  # a learned bias, also where it is all zero now
         return None, mask
-    row = mask[:, 0, 0, :] if 0 not in mask.shape else mask.new_ones(mask.shape[0], mask.shape[3])
+    if 0 in mask.shape:
+        return mask.new_ones(batch, n_k, dtype=torch.bool), None
+    row = mask[:, 0, 0, :]
+    # However it is stored: what a mask means must not depend on whether it was written out.
+    plain = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
+    if not plain and not torch.equal(mask, row[:, None, None, :].expand_as(mask)):
+        return None, mask
     if row.dtype != torch.bool:
         if not bool(((row == 0) | (row == -torch.inf)).all()):
             return None, mask  # a bias, not padding

@@ -8,7 +8,7 @@ Everything that is not mathematics (masks, types, heads, refusals) happens befor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -55,6 +55,10 @@ class Projection(NamedTuple):
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Projection:
+        """fn of each tensor."""
+        return Projection(fn(self.x), fn(self.weight), None if self.bias is None else fn(self.bias))
 
     def project(self, heads: int) -> Tensor:
         """The values as [B, heads, n_k, e]."""

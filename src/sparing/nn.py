@@ -19,12 +19,14 @@ class MultiheadAttention(nn.Module):
     The constructor takes the same names, and parameters have the same names and shapes, so that a `state_dict` of
     torch's module loads here; learned state of the method (Linformer's projection, a convolution) is in `state`.
     Differences: `need_weights` is False by default and only `exact` can return weights; a causal call needs
-    `is_causal=True` alone, no mask.
+    `is_causal=True` alone, no mask. Inside `torch.nn.TransformerEncoderLayer` it runs as itself: torch's fused
+    inference path, which would replace the method, is not taken.
 
     method: a `Method` or its spec string.
     max_length: the longest key sequence, for methods whose learned state depends on it (linformer).
-    seed: fixes all random choices. None draws new ones at each call in training; in evaluation it keeps to one number,
-        drawn from torch's generator when the layer is made. Layers of one model should not share a number.
+    seed: fixes all random choices, dropout's too. None draws new ones at each call in training; in evaluation it keeps
+        to one number, drawn from torch's generator when the layer is made and saved with it (`evaluation_seed`).
+        Layers of one model should not share a number; copies of a layer do.
 
     >>> layer = sparing.nn.MultiheadAttention(64, 4, batch_first=True, method="nystrom(landmarks=16)")
     >>> x = torch.randn(2, 128, 64)
@@ -32,9 +34,12 @@ class MultiheadAttention(nn.Module):
     torch.Size([2, 128, 64])
     """
 
+    #: False keeps torch's fused encoder layer, which looks here, from replacing the method by exact attention.
+    _qkv_same_embed_dim = False
     in_proj_bias: Tensor | None
     bias_k: Tensor | None
     bias_v: Tensor | None
+    evaluation_seed: Tensor
 
     def __init__(
         self,
@@ -58,20 +63,26 @@ class MultiheadAttention(nn.Module):
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         self.method = _method(method)
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout!r} must be a number from 0 to below 1")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed={seed!r} must be an integer or None")
         if dropout > 0 and not self.method.supports.dropout:
             raise Unsupported(f"{self.method.name} has no attention dropout; set dropout=0.0 (got {dropout})")
-        if add_bias_kv and self.method.supports.projection:
-            raise Unsupported(f"{self.method.name} needs all values to come from one projection; set add_bias_kv=False")
+        if (add_bias_kv or add_zero_attn) and self.method.supports.projection:
+            raise Unsupported(
+                f"{self.method.name} needs all values to come from one projection; set add_bias_kv=False and "
+                "add_zero_attn=False"
+            )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.dropout, self.batch_first, self.add_zero_attn, self.seed = dropout, batch_first, add_zero_attn, seed
-        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
 
         def weight(rows: int, width: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, width, **made))
 
-        if self._qkv_same_embed_dim:
+        if self.kdim == embed_dim and self.vdim == embed_dim:
             self.in_proj_weight = weight(3 * embed_dim, embed_dim)
             for name in ("q", "k", "v"):
                 self.register_parameter(f"{name}_proj_weight", None)
@@ -85,10 +96,11 @@ class MultiheadAttention(nn.Module):
         extra = nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if add_bias_kv else None
         self.register_parameter("bias_k", extra)
         self.register_parameter("bias_v", None if extra is None else nn.Parameter(torch.empty_like(extra)))
+        self.reset_parameters()
         state = self.method.learned(num_heads, self.head_dim, self.head_dim, max_length)
         self.state = None if state is None else state.to(device=device, dtype=dtype)
-        self._evaluation_seed = int(torch.randint(2**63 - 1, ()))
-        self.reset_parameters()
+        if self.method.supports.stochastic:
+            self.register_buffer("evaluation_seed", torch.randint(2**63 - 1, ()))
 
     def reset_parameters(self) -> None:
         """Start as torch's module does."""
@@ -135,14 +147,16 @@ class MultiheadAttention(nn.Module):
         extra = 0
         if self.bias_k is not None:
             pairs = ((k, self.bias_k), (v, self.bias_v))
-            k, v = (torch.cat([t, b.expand(t.shape[0], -1, -1)], dim=1) for t, b in pairs if b is not None)
+            k, v = (torch.cat([t, b.to(t).expand(len(t), -1, -1)], dim=1) for t, b in pairs if b is not None)
             extra += 1
         if self.add_zero_attn:
             k, v = (torch.cat([t, t.new_zeros(t.shape[0], 1, t.shape[2])], dim=1) for t in (k, v))
             extra += 1
         k = self._split(k)
         mask, is_causal = self._mask(key_padding_mask, attn_mask, is_causal, q, k, extra)
-        seed = self.seed if self.seed is not None or self.training else self._evaluation_seed
+        seed = self.seed
+        if seed is None and not self.training and self.method.supports.stochastic:
+            seed = int(self.evaluation_seed)
         call: dict[str, Any] = {
             "attn_mask": mask,
             "dropout_p": self.dropout if self.training else 0.0,
@@ -152,7 +166,12 @@ class MultiheadAttention(nn.Module):
         }
         if not self_attention and q.shape[2] == k.shape[2]:
             call["query_mask"] = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-        out = attention(q, k, Projection(v, wv, bv) if projection else self._split(v), state=self.state, **call)
+        if self_attention and extra and key_padding_mask is not None and self.method.name != "exact":
+            # With extra keys the door cannot tell that padded keys are padded queries too.
+            padded = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+            call["query_mask"] = ~padded
+        given = Projection(v, wv, bv).map(lambda t: t.to(q)) if projection else self._split(v)
+        out = attention(q, k, given, state=self.state, **call)
         weights = None
         if need_weights:
             if self.method.name != "exact":
@@ -165,8 +184,14 @@ class MultiheadAttention(nn.Module):
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+        missing = lists[0]
+        if f"{prefix}evaluation_seed" in missing:  # a state_dict of torch's module has none: the layer keeps its own
+            missing.remove(f"{prefix}evaluation_seed")
+
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._qkv_same_embed_dim:
+        if self.in_proj_weight is not None:
             wq, wk, wv = self.in_proj_weight.chunk(3)
             return wq, wk, wv
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
@@ -196,6 +221,8 @@ class MultiheadAttention(nn.Module):
         if padding is not None:
             if tuple(padding.shape) != (batch, n_k):
                 raise ValueError(f"key_padding_mask {list(padding.shape)} must be [{batch}, {n_k}]")
+            if padding.dtype != torch.bool and not padding.is_floating_point():
+                raise TypeError(f"key_padding_mask has dtype {padding.dtype}; use boolean (True = padded) or additive")
             padding = (~padding if padding.dtype == torch.bool else padding)[:, None, None, :]
         if causal is not None and extra:  # the extra keys stand after the last token, and every query sees them
             attn_mask, is_causal = causal[None, None], False

@@ -33,11 +33,12 @@ def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, cal
         k = k.masked_fill(padded[:, None, :, None], 0.0)
         payload = payload.masked_fill(padded.view(padded.shape[0], *[1] * (payload.ndim - 3), -1, 1), 0.0)
     spoiled = None
-    limit = torch.finfo(q.dtype).max ** 0.5 / 1e4
+    limit = torch.finfo(q.dtype).max ** 0.5 / 1e7  # products times a scale of up to 1e8 stay finite
     if not all(_largest(t) <= limit for t in (q, k, payload)):
         bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
         bad_v = ~payload.isfinite()
-        spoiled = _spoiled(bad_q, bad_k, bad_v, method, call)
+        if any(bool(bad.any()) for bad in (bad_q, bad_k, bad_v)):
+            spoiled = _spoiled(bad_q, bad_k, bad_v, method, call)
         q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0).clamp(-limit, limit) for t, bad in ((q, bad_q), (k, bad_k)))
         payload = payload.masked_fill(bad_v, 0.0)
     cleaned = v._replace(x=payload) if isinstance(v, Projection) else payload
@@ -58,12 +59,13 @@ def _spoiled(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, method: Method, call: 
     if bad_v.ndim == 3:  # hidden states of a Projection: every width of every head
         bad_v = bad_v.any(-1)[:, None, :, None]
     bad = (bad_v | bad_k.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)  # (B, H, n_k, e)
-    visible = call.visible(n_q, n_k, bad.device)
     reach = method.reach(n_q, n_k, bad.device, call)
-    if reach is not None:
-        visible = reach if visible is None else visible & reach
-    if visible is None:
-        seen = bad.any(-2, keepdim=True)
+    if call.mask is None and reach is None:  # padded keys are zero, hence not bad
+        last = torch.arange(n_q, device=bad.device).clamp_max(n_k - 1)
+        seen = bad.cummax(-2).values[..., last, :] if call.is_causal else bad.any(-2, keepdim=True)
     else:
+        visible = call.visible(n_q, n_k, bad.device)
+        visible = reach if visible is None else visible if reach is None else visible & reach
+        assert visible is not None
         seen = visible.expand(*bad.shape[:2], n_q, n_k).float() @ bad.float() > 0
     return seen | bad_q.unsqueeze(-1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparing.call import Call
+from sparing.draws import fold
 from sparing.maths import dense
 from sparing.method import Cost, Method, Shape, Supports
 
@@ -34,10 +35,7 @@ class Exact(Method):
         weights, lse = dense.softmax(dense.logits(q, k, call))  # (B, H, n_q, n_k)
         call.note(lse=lse)
         if call.dropout_p > 0:
-            batch, _, n_q, n_k = weights.shape
-            slots = batch if call.slot_keyed_dropout else 1
-            drawn = call.draws.uniform("exact.dropout", slots, n_q, n_k).transpose(0, 1)  # (slots, H, n_q, n_k)
-            weights = weights * (drawn >= call.dropout_p) / (1 - call.dropout_p)
+            weights = weights * (_drawn(weights, call) >= call.dropout_p) / (1 - call.dropout_p)
         return weights @ v
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -61,3 +59,18 @@ class Exact(Method):
         work = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
         # A fused kernel keeps only a block of weights per thread.
         return Cost(work + shape.projection_flops, 4.0 * units * shape.queries, shape.pairs / max(shape.queries, 1))
+
+
+def _drawn(weights: Tensor, call: Call) -> Tensor:
+    """A uniform number for each weight (B or 1, H, n_q, n_k), keyed by the ranks of query and key and by the head."""
+    batch, heads, n_q, n_k = weights.shape
+    q_ranks, k_ranks = call.query_ranks(n_q, weights.device)[0], call.key_ranks(n_k, weights.device)[0]
+    member = torch.arange(heads, device=weights.device) % call.groups  # heads of a group share a stream, not a mask
+    pairs = (q_ranks[:, :, None] << 28) + k_ranks[:, None, :]  # (B or 1, n_q, n_k)
+    slots = batch if call.slot_keyed_dropout else pairs.shape[0]
+    found = []
+    for slot in range(slots):
+        draws = replace(call.draws, seed=fold(call.draws.seed, slot)) if call.slot_keyed_dropout else call.draws
+        index = (member[:, None, None] << 56) + pairs[min(slot, pairs.shape[0] - 1)]
+        found.append(draws.uniform_at("exact.dropout", index))
+    return torch.stack(found)
