@@ -26,6 +26,7 @@ def test_compare_prints_a_readable_table(capsys):
     ("arguments", "words"),
     [
         (["--methods", "nystrm"], "unknown name 'nystrm'"),
+        (["--methods", ","], "names no method"),
         (["--methods", "nystrom(landmarks=0)"], "landmarks=0"),
         (["--length", "4096"], "--length=4096"),
         (["--documents", "0"], "--documents=0"),

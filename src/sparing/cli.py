@@ -32,6 +32,8 @@ def _compare(options: argparse.Namespace) -> int:
 
     specs = split_specs(options.methods) if options.methods else BUDGETS
     chosen = [method(spec) for spec in specs]
+    if not chosen:
+        raise ValueError(f"--methods={options.methods!r} names no method")
     if not 2 <= options.length <= 512:
         raise ValueError(f"--length={options.length} must be from 2 to 512, the positions of the model")
     if options.documents < 1:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparing.attention import attention, inspect
 from sparing.measure.capture import Layer
 from sparing.measure.error import ErrorSplit, error_split
-from sparing.measure.timing import Timing, interleaved
+from sparing.measure.timing import Interval, speed_ratio
 from sparing.method import Method, Shape
 from sparing.method import method as _method
 
@@ -61,7 +61,7 @@ class Comparison(NamedTuple):
     error: ErrorSplit  #: mean over layers
     worst: float  #: largest total error of a layer
     flops: float  #: FLOPs of the method / FLOPs of exact attention
-    speed: Timing  #: seconds of exact attention / seconds of the method: above 1 is faster
+    speed: Interval | None  #: seconds of SDPA / seconds of the method, above 1 is faster; None for oracles
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def compare(
     specs: Sequence[str | Method] = BUDGETS,
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    rounds: int = 7,
+    rounds: int = 9,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Comparison]:
     """Measure each method on every layer. Times are taken on the middle layer, one sequence, all in one run.
@@ -80,15 +80,14 @@ def compare(
     chosen = [_method(spec) for spec in specs]
     middle = layers[len(layers) // 2]
     one = Layer(middle.name, middle.query[:1], middle.key[:1], middle.value._replace(x=middle.value.x[:1]))
-    speeds = _speeds(chosen, one, rounds, progress)
     rows = []
     for method in chosen:
+        progress(f"{method}: time")
+        speed = None if method.oracle else _speed(method, one, rounds)
         progress(f"{method}: errors")
         splits = [error_split(method, layer.query, layer.key, layer.value, seeds=seeds) for layer in layers]
         mean = ErrorSplit(*(sum(part) / len(splits) for part in zip(*splits, strict=True)))
-        rows.append(
-            Comparison(method, mean, max(s.total for s in splits), _flops_ratio(method, one), speeds[str(method)])
-        )
+        rows.append(Comparison(method, mean, max(s.total for s in splits), _flops_ratio(method, one), speed))
     return rows
 
 
@@ -109,22 +108,15 @@ def _flops_ratio(method: Method, layer: Layer) -> float:
     return method.cost(shape, facts).flops / _method("exact").cost(shape).flops
 
 
-def _speeds(chosen: Sequence[Method], layer: Layer, rounds: int, progress: Callable[[str], None]) -> dict[str, Timing]:
-    """Speed of each method against SDPA; each pair interleaved, oracles (slow, not deployable) timed once."""
+def _speed(method: Method, layer: Layer, rounds: int) -> Interval:
     projected = layer.value.project(layer.key.shape[1])
-    found = {}
-    for method in chosen:
-        progress(f"{method}: time")
+    whole = method.supports.projection
 
-        def sdpa(whole: bool = method.supports.projection) -> object:
-            value = layer.value.project(layer.key.shape[1]) if whole else projected
-            return scaled_dot_product_attention(layer.query, layer.key, value)
+    def sdpa() -> object:
+        value = layer.value.project(layer.key.shape[1]) if whole else projected
+        return scaled_dot_product_attention(layer.query, layer.key, value)
 
-        def candidate(method: Method = method) -> object:
-            value = layer.value if method.supports.projection else projected
-            return attention(layer.query, layer.key, value, method=method, seed=0)
+    def candidate() -> object:
+        return attention(layer.query, layer.key, layer.value if whole else projected, method=method, seed=0)
 
-        times = interleaved({"sdpa": sdpa, "method": candidate}, rounds=1 if method.oracle else rounds)
-        base, own = times["sdpa"].median, times["method"]
-        found[str(method)] = Timing(base / own.median, base / own.high, base / own.low)
-    return found
+    return speed_ratio(sdpa, candidate, rounds=rounds)

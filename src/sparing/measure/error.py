@@ -24,13 +24,6 @@ class ErrorSplit(NamedTuple):
     total: float  #: the estimate against softmax attention
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted|| over all entries, in float64; 0 if both are zero."""
-    wanted = wanted.double()
-    difference = (found.double() - wanted).norm()
-    return float(difference / wanted.norm()) if difference > 0 else 0.0
-
-
 @torch.no_grad()
 def error_split(
     method: str | Method,

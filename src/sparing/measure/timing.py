@@ -1,34 +1,37 @@
-"""Wall-clock time: candidates interleaved in one run, medians with an interval. Compare ratios, not seconds."""
+"""Wall-clock time as a ratio: both sides interleaved in one run, so that they meet the same noise."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Timing(NamedTuple):
-    """Seconds of one call: the median and the quartiles."""
+class Interval(NamedTuple):
+    """A median with its quartiles."""
 
     median: float
     low: float
     high: float
 
 
-def interleaved(candidates: Mapping[str, Callable[[], object]], *, rounds: int = 7) -> dict[str, Timing]:
-    """Time each candidate once per round, after one warm-up, so that all of them meet the same noise."""
+def speed_ratio(baseline: Callable[[], object], candidate: Callable[[], object], *, rounds: int = 9) -> Interval:
+    """Seconds of the baseline / seconds of the candidate, round by round: above 1 the candidate is faster.
+
+    Each round times both once, in alternating order, after one warm-up.
+    """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    sides = (baseline, candidate)
+    ratios = []
     for round_number in range(rounds + 1):
-        for name, run in candidates.items():
+        seconds = [0.0, 0.0]
+        for side in (0, 1) if round_number % 2 else (1, 0):
             start = time.perf_counter()
-            run()
-            if round_number:
-                seconds[name].append(time.perf_counter() - start)
-    found = {}
-    for name, values in seconds.items():
-        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-        found[name] = Timing(statistics.median(values), quartiles[0], quartiles[2])
-    return found
+            sides[side]()
+            seconds[side] = time.perf_counter() - start
+        if round_number:
+            ratios.append(seconds[0] / seconds[1])
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+    return Interval(statistics.median(ratios), low, high)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from sparing.measure.compare import Comparison
+from sparing.measure.timing import Interval
 from sparing.method import Supports
 
 LETTERS = {
@@ -37,10 +37,10 @@ def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
     table.add_column("can", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row.method) + (" *" if row.method.oracle else ""),
+            str(row.method) + (" *" if row.method.oracle else " +" if row.method.supports.projection else ""),
             *(_error(e) for e in (*row.error, row.worst)),
             f"{row.flops:.2f}x",
-            f"{row.speed.median:.2f}x" if not row.method.oracle else "-",
+            _interval(row.speed),
             capabilities(row.method.supports),
         )
     return table
@@ -48,7 +48,11 @@ def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
 
 def show(rows: Sequence[Comparison], *, title: str) -> None:
     """Print the table; on a narrow terminal lines wrap, since a number that is cut off is worse."""
-    Console(width=max(Console().width, 120)).print(comparison_table(rows, title=title))
+    Console(width=max(Console().width, 130)).print(comparison_table(rows, title=title))
+
+
+def _interval(speed: Interval | None) -> str:
+    return "-" if speed is None else f"{speed.median:.2f}x ({speed.low:.2f}-{speed.high:.2f})"
 
 
 def _error(value: float) -> str:
@@ -56,12 +60,13 @@ def _error(value: float) -> str:
 
 
 def _legend() -> str:
-    known = {f.name for f in fields(Supports)}
-    letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for name, letter in LETTERS.items() if name in known)
+    letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for name, letter in LETTERS.items())
     return (
         "Errors: relative L2 of the attention output, mean over layers (worst: the worst one). Substit.: the method's "
-        "own target against softmax attention; approx.: the estimate against its target; total: what you get. "
-        "FLOPs: share of exact attention's work (below 1 is less). Speed: exact SDPA time / method time in the same "
-        "run (above 1 is faster).\n"
-        f"can: {letters}.   * oracle: the best possible at its budget, needs the exact result, not deployable."
+        "own target against softmax attention; approx.: the estimate against its target; total: what you get. FLOPs: "
+        "share of exact attention's work (below 1 is less). Speed: time of torch's SDPA / time of the method through "
+        "sparing.attention, median and quartiles of one run (above 1 is faster).\n"
+        f"can: {letters}.\n"
+        "+ compared with exact attention plus the value projection, whose work it samples.   * oracle: the best that is "
+        "possible at its budget; needs the exact result, not deployable."
     )
