@@ -170,15 +170,16 @@ def test_gradients_are_unbiased():
         assert_unbiased(found - wanted)
 
 
+@pytest.mark.parametrize("impl", ["reference", "auto"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_gradcheck_with_frozen_samples(setting, monkeypatch):
+def test_gradcheck_with_frozen_samples(setting, impl, monkeypatch):
     q, k, value = problem(n=5, d=7, e=2, heads=2, kv_heads=1, n_q=4, sharpness=0.5)
     law = feature_law(value.weight.mT[None])  # p is a constant too, also when the weight moves
     monkeypatch.setattr(monte_carlo, "feature_law", lambda w: law)
     leaves = [t.clone().requires_grad_() for t in (q, k, *value)]
 
     def call(q, k, *v):
-        return sparing.attention(q, k, Projection(*v), enable_gqa=True, method=spec(1.2, setting), seed=0)
+        return sparing.attention(q, k, Projection(*v), enable_gqa=True, method=spec(1.2, setting), seed=0, impl=impl)
 
     counts = sparing.inspect(q, k, value, enable_gqa=True, method=spec(1.2, setting), seed=0).statistics["counts"]
     assert bool((counts < 7).any())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_monte_carlo import SETTINGS, exact, problem, spec
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparing
 from sparing import Projection, Shape, Unsupported
@@ -29,12 +30,14 @@ def test_tokens_with_all_samples_are_projected_exactly():
     mask = torch.zeros(16, 16, dtype=torch.bool)
     mask[:, 0] = True  # nearly everyone reads token 0 alone, so M_0 = 1
     mask[8:, 1:] = True
-    found = sparing.inspect(q, k, value, mask, method=spec(2.0), seed=0)
-    counts = found.statistics["counts"]
-    assert bool((counts[..., 0] == 48).all())
-    assert bool((counts < 48).any())
-    assert torch.equal(found.output[:, :, :8], exact(q, k, value, attn_mask=mask)[:, :, :8])
-    assert not torch.equal(found.output[:, :, 8:], exact(q, k, value, attn_mask=mask)[:, :, 8:])
+    wanted = exact(q, k, value, attn_mask=mask)
+    for impl, tolerance in (("reference", 0), ("auto", 1e-12)):  # fewer rows: another blocking of the matrix product
+        found = sparing.inspect(q, k, value, mask, method=spec(2.0), seed=0, impl=impl)
+        counts = found.statistics["counts"]
+        assert bool((counts[..., 0] == 48).all())
+        assert bool((counts < 48).any())
+        torch.testing.assert_close(found.output[:, :, :8], wanted[:, :, :8], rtol=0, atol=tolerance)
+        assert float((found.output - wanted)[:, :, 8:].abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -51,13 +54,33 @@ def test_bias_is_exact_and_zero_weight_gives_the_bias(setting):
     torch.testing.assert_close(out[:, 1], with_bias[:, 1], rtol=0, atol=1e-12)
 
 
-def test_a_nan_weight_spoils_its_own_head_only():
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize(("alpha", "bad"), [(2.0, torch.nan), (2.0, torch.inf), (1e6, torch.nan)])
+def test_a_nan_weight_spoils_its_own_head_only(impl, alpha, bad):
     q, k, value = problem(heads=2)
-    clean = sparing.attention(q, k, value, method=spec(2.0), seed=0)
-    value.weight[8, 5] = torch.nan
-    out = sparing.attention(q, k, value, method=spec(2.0), seed=0)
+    clean = sparing.attention(q, k, value, method=spec(alpha), seed=0, impl=impl)
+    value.weight[8, 5] = bad
+    out = sparing.attention(q, k, value, method=spec(alpha), seed=0, impl=impl)
     assert torch.equal(out[:, 0], clean[:, 0])
     assert out[:, 1].isnan().any()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("alpha", [0.5, 2.0, 1e6])
+def test_both_paths_agree_with_a_zero_head_groups_and_a_mask(setting, alpha):
+    q, k, value = problem(heads=6, kv_heads=3, batch=2, n_q=11)
+    weight = value.weight * torch.tensor([0.0, 1.0, 1.0]).repeat_interleave(6)[:, None]
+    mask = torch.rand(2, 6, 11, 16, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask[0, 2:4, :, 5] = mask[1, :, 3] = False  # a key that one head never sees, and a query that sees nothing
+    results = []
+    for impl in ("reference", "auto"):
+        v = Projection(*(t.clone().requires_grad_() for t in (value.x, weight, value.bias)))
+        out = sparing.attention(q, k, v, mask, enable_gqa=True, method=spec(alpha, setting), seed=0, impl=impl)
+        weighting = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        grads = torch.autograd.grad((out * weighting).sum(), v, allow_unused=True)  # "drop" may project nothing
+        results.append([out.detach(), *(torch.zeros(()) if g is None else g for g in grads)])
+    for found, wanted in zip(*reversed(results), strict=True):
+        assert float((found - wanted).abs().max()) < 1e-10
 
 
 def assert_padding_changes_no_count(side):
@@ -154,6 +177,42 @@ def test_no_features_leave_the_bias():
     torch.testing.assert_close(out, value.bias.expand_as(out))
 
 
+def executed(q, k, value, method, impl, **kwargs):
+    """FLOPs that a call runs: its matrix products, its bags of rows (2 e per sample), one exponential per logit."""
+
+    def bags(table, indices, *_, **__):
+        return 2 * indices[0] * table[1]
+
+    names = torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(names, bags))
+    with counter:
+        sparing.attention(q, k, value, method=method, seed=0, impl=impl, **kwargs)
+    return counter.get_total_flops() + q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+
+
+def assert_cost_is_run(setting, alpha, impl="auto"):
+    q, k, value = problem(n=40, d=64, e=16, heads=4, kv_heads=2, n_q=30, batch=2)
+    keep = (torch.arange(40) < torch.tensor([[40], [25]]))[:, None, None]
+    method = sparing.method(spec(alpha, setting))
+    shape = Shape(batch=2, heads=4, kv_heads=2, queries=30, keys=40, head_dim=8, value_dim=16, in_features=64)
+    for mask in (None, keep):
+        facts = sparing.inspect(q, k, value, mask, enable_gqa=True, method=method, seed=0).statistics
+        ran = executed(q, k, value, method, impl, attn_mask=mask, enable_gqa=True)
+        said = method.cost(shape, facts).flops
+        assert said == pytest.approx(ran, rel=0.01), f"{method}: cost() says {said:.4g}, {ran:.4g} are run"
+    return facts
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, ", estimator=stratified, samples=shared"])
+def test_cost_is_what_runs(setting):
+    rates = [float(assert_cost_is_run(setting, alpha)["rate"].mean()) for alpha in (0.0, 0.5, 2.0, 5.0, 1e6)]
+    assert rates[0] == 1
+    assert rates == sorted(rates, reverse=True)
+    assert 0.05 < rates[2] < 0.7
+    with pytest.raises(AssertionError, match="are run"):  # control: the reference projects everything
+        assert_cost_is_run(setting, 2.0, impl="reference")
+
+
 def test_cost_follows_the_measured_rate():
     q, k, value = problem(heads=2)
     shape = Shape(heads=2, queries=16, keys=16, head_dim=8, value_dim=6, in_features=48)
@@ -192,9 +251,30 @@ def test_causal_calls_are_refused_in_any_form():
             sparing.attention(q, k, value, mask, method="monte_carlo")
     with pytest.raises(Unsupported, match="causal attn_mask"):  # the last four queries of nine tokens
         sparing.attention(q[:, :, 5:], k, value, causal[5:], method="monte_carlo")
+    for n_q in (2, 4):  # the first queries of nine tokens
+        with pytest.raises(Unsupported, match="causal attn_mask"):
+            sparing.attention(q[:, :, :n_q], k, value, causal[:n_q], method="monte_carlo")
     with pytest.raises(Unsupported, match="is_causal"):
         sparing.attention(q, k, value, is_causal=True, method="monte_carlo")
     only_first = torch.zeros(9, 9, dtype=torch.bool)
     only_first[:, 0] = True  # padding, not causality
     for mask in (only_first, torch.ones(9, 9, dtype=torch.bool).triu(), ~torch.eye(9, dtype=torch.bool)):
         assert sparing.attention(q, k, value, mask, method="monte_carlo", seed=0).isfinite().all()
+    for n_q in (1, 4):  # fewer queries than keys, masks that are not causal
+        for mask in (only_first[:n_q], ~torch.eye(9, dtype=torch.bool)[:n_q], causal[:1].expand(n_q, 9)):
+            assert sparing.attention(q[:, :, :n_q], k, value, mask, method="monte_carlo", seed=0).isfinite().all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_a_prefix_mask_is_no_guarantee_against_looking_ahead(impl):
+    """What the docstring warns of: a later query changes the sample counts, and so rows that cannot see it."""
+    q, k, value = problem(n=9)
+    prefix = torch.ones(9, 9, dtype=torch.bool).tril() | (torch.arange(9) < 4)
+    other = q.clone()
+    other[:, :, 8] = 30 * k[:, :, 2]  # the last query now stares at a token of the prefix
+    method = spec(2.0)
+    before, after = (sparing.inspect(x, k, value, prefix, method=method, seed=0, impl=impl) for x in (q, other))
+    assert int(after.statistics["counts"][0, 0, 2]) > int(before.statistics["counts"][0, 0, 2])
+    assert bool(((after.output - before.output)[:, :, :4].abs() > 1e-3).any())
+    same = (sparing.attention(x, k, value, prefix, method=spec(0.0), impl=impl)[:, :, :8] for x in (q, other))
+    assert torch.equal(*same)  # with all samples only the weights matter, and those respect the mask

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from sparing.draws import Draws, fold
-from sparing.maths.sampling import draw_features, feature_law, sample_counts, sampled_product
+from sparing.maths.sampling import (
+    draw_features,
+    feature_law,
+    mean_token,
+    project_rows,
+    ragged_product,
+    sample_counts,
+    sampled_product,
+    whole_counts,
+)
 
 from estimates import assert_second_moment, assert_unbiased
 
@@ -138,6 +147,49 @@ def test_lists_and_products_follow_the_formula(shared, stratified):
                 assert s == int(picks[0, h, j, t])
                 wanted += x[j, s] * w[s] / law[s] / r
             torch.testing.assert_close(found[0, h, j], wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("shared", "stratified"), VARIANTS)
+@pytest.mark.parametrize("most", [0, 1, 9])  # nothing to draw; fewer than a quarter of all numbers; all that there are
+def test_ragged_products_are_the_same_from_the_same_lists(shared, stratified, most, monkeypatch):
+    gen = torch.Generator().manual_seed(most)
+    x = torch.randn(3, 11, 9, generator=gen, dtype=torch.float64)
+    w = torch.randn(2, 9, 4, generator=gen, dtype=torch.float64)
+    w[1] = 0
+    counts = torch.randint(most + 1, (3, 2, 11), generator=gen)
+    ranks = torch.stack([torch.randperm(11, generator=gen) for _ in range(6)]).view(3, 2, 11)
+    law, draws, kinds = feature_law(w), Draws(5, torch.tensor([4, 1])), {"shared": shared, "stratified": stratified}
+    picks = draw_features(law, counts, ranks, draws, **kinds)
+    asked = []
+    monkeypatch.setattr(Draws, "bits", lambda self, *a, old=Draws.bits: asked.append("table") or old(self, *a))
+    found = ragged_product(x, w, law, counts, ranks, draws, **kinds)
+    assert bool(asked) == (most == 9 or (shared and most > 0))
+    wanted = sampled_product(x[:, None], w, law, picks, counts) * (counts < 9).unsqueeze(-1)  # the rest is projected
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert bool((found[:, 0] != 0).any()) == (most > 0)
+    assert bool((found[:, 1] == 0).all())
+
+
+def test_chosen_rows_are_projected_and_the_rest_is_left():
+    gen = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 5, 3, generator=gen), torch.randn(4, 3, 6, generator=gen)
+    rest = torch.randn(2, 4, 5, 6, generator=gen)
+    for chosen in (torch.rand(2, 4, 5, generator=gen) < 0.5, torch.zeros(2, 4, 5) > 0, torch.ones(2, 4, 5) > 0):
+        wanted = torch.where(chosen.unsqueeze(-1), x[:, None] @ w, rest)
+        torch.testing.assert_close(project_rows(x, w, chosen, rest), wanted)
+
+
+def test_whole_tokens_for_the_same_budget():
+    received = torch.tensor([[0.1, 0.4, 0.2, 0.4]])
+    for counts, wanted in (([3, 8, 5, 7], [0, 8, 0, 8]), ([8, 8, 8, 8], [8, 8, 8, 8]), ([1, 3, 2, 1], [0, 0, 0, 0])):
+        assert whole_counts(received, torch.tensor([counts]), 8).tolist() == [wanted]
+    assert whole_counts(received, torch.zeros(1, 4, dtype=torch.long), 0).tolist() == [[0, 0, 0, 0]]
+
+
+def test_mean_of_the_valid_tokens():
+    x = torch.tensor([[[1.0, 2.0], [3.0, 6.0], [50.0, 50.0]]])
+    valid = torch.tensor([[[True, True, False], [False, True, False], [False, False, False]]])
+    assert mean_token(x, valid).tolist() == [[[[2.0, 4.0]], [[3.0, 6.0]], [[0.0, 0.0]]]]
 
 
 @pytest.mark.parametrize("stratified", [False, True])

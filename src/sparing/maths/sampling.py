@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sparing.draws import Draws
 
+_PURPOSES = {True: "monte_carlo.shared", False: "monte_carlo.independent"}
+
 
 def feature_law(w: Tensor) -> Tensor:
     """p(k) of eq. 6 in float64: w (..., d, e) -> (..., d). A zero matrix gives zeros."""
@@ -35,6 +37,17 @@ def sample_counts(received: Tensor, tokens: Tensor, alpha: float, features: int)
     return wanted.clamp_max(features).long()  # clamped first: a tiny alpha asks for more than an integer holds
 
 
+def whole_counts(received: Tensor, counts: Tensor, features: int) -> Tensor:
+    """The same budget spent on whole tokens: r_j = d for the floor(sum r_j / d) with the largest M_j, 0 for others."""
+    place = received.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return features * (place < counts.sum(-1, keepdim=True) // max(features, 1))
+
+
+def mean_token(x: Tensor, valid: Tensor) -> Tensor:
+    """The mean of the valid tokens: x (B, n, d), valid (B, H, n) -> (B, H, 1, d)."""
+    return (valid.to(x.dtype) / valid.sum(-1, keepdim=True).clamp_min(1) @ x).unsqueeze(-2)
+
+
 def draw_features(
     law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool
 ) -> Tensor:
@@ -47,10 +60,7 @@ def draw_features(
     """
     heads, d = law.shape
     batch, _, n = counts.shape
-    if shared:
-        uniform = draws.uniform("monte_carlo.shared", 1, d).expand(heads, n, d)
-    else:
-        uniform = draws.uniform("monte_carlo.independent", n, d)
+    uniform = draws.uniform(_PURPOSES[shared], 1 if shared else n, d).expand(heads, n, d)
     if stratified:
         uniform = _by_rank(uniform, ranks)
         uniform = (torch.arange(d, device=law.device) + uniform) / counts.clamp_min(1).unsqueeze(-1)
@@ -64,12 +74,22 @@ def _by_rank(lists: Tensor, ranks: Tensor) -> Tensor:
     return lists.expand(batch, *lists.shape).gather(2, ranks.unsqueeze(-1).expand(*ranks.shape, d))
 
 
+def _cumulative(law: Tensor) -> Tensor:
+    total = law.cumsum(-1)
+    return total / total[..., -1:].clamp_min(torch.finfo(total.dtype).tiny)
+
+
 def _inverse(law: Tensor, uniform: Tensor) -> Tensor:
     """Feature k where p(0) + ... + p(k-1) < u <= p(0) + ... + p(k): never one with p = 0."""
-    total = law.cumsum(-1)
-    total = total / total[..., -1:].clamp_min(torch.finfo(total.dtype).tiny)
-    found = torch.searchsorted(total.contiguous(), uniform.flatten(-2).contiguous()).view(uniform.shape)
+    found = torch.searchsorted(_cumulative(law), uniform.flatten(-2).contiguous()).view(uniform.shape)
     return found.clamp_max(law.shape[-1] - 1)  # only a zero (or NaN) matrix gets here
+
+
+def _scaled_rows(w: Tensor, law: Tensor) -> Tensor:
+    """W[k] / p(k): what one draw of feature k adds for every unit of x_k."""
+    # Draws have 32 bits: a feature below 2^-64 is never drawn, and 0 * inf must not come of it. A NaN stays one.
+    inverse = torch.where(law <= 2.0**-64, 0.0, 1 / law).to(w.dtype)
+    return w * inverse.unsqueeze(-1)
 
 
 def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Tensor) -> Tensor:
@@ -77,6 +97,52 @@ def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Te
     d = x.shape[-1]
     used = torch.arange(d, device=x.device) < counts.unsqueeze(-1)
     hits = x.new_zeros(picks.shape).scatter_add(-1, picks, used.to(x.dtype))  # how often j drew feature k
-    # Draws have 32 bits: a feature below 2^-64 is never drawn, and 0 * inf must not come of it.
-    inverse = torch.where(law > 2.0**-64, 1 / law, 0.0).to(w.dtype)
-    return (hits * x) @ (w * inverse.unsqueeze(-1)) / counts.clamp_min(1).unsqueeze(-1)
+    return (hits * x) @ _scaled_rows(w, law) / counts.clamp_min(1).unsqueeze(-1)
+
+
+def ragged_product(
+    x: Tensor, w: Tensor, law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool
+) -> Tensor:
+    """`sampled_product` of the lists of `draw_features` at the cost of its sum r_j draws: each adds one row of w.
+
+    x (B, n, d), w (H, d, e) -> (B, H, n, e). Tokens with r_j = d, which are to be projected, cost and give nothing.
+    """
+    heads, d, e = w.shape
+    batch, _, n = counts.shape
+    # One entry per token with heads outermost, then one per draw: draws of a head stand together.
+    r = torch.where(counts < d, counts, 0).transpose(0, 1).flatten()
+    ends = r.cumsum(0)
+    token = torch.arange(len(r), device=r.device).repeat_interleave(r)
+    turn = torch.arange(len(token), device=r.device) - (ends - r)[token]
+    head = token // (batch * n)
+    index = turn if shared else ranks.transpose(0, 1).flatten()[token] * d + turn
+    uniform = _uniform(draws, _PURPOSES[shared], head, index, int(r.max()) if shared else n * d)
+    if stratified:
+        uniform = (turn + uniform) / r[token]
+    parts = uniform.split(r.view(heads, -1).sum(-1).tolist())
+    found = [torch.searchsorted(total, u) for total, u in zip(_cumulative(law), parts, strict=True)]
+    picks = torch.cat(found).clamp_max(d - 1)
+    amount = x.flatten().index_select(0, token % (batch * n) * d + picks) / r[token]
+    out = torch.nn.functional.embedding_bag(
+        head * d + picks, _scaled_rows(w, law).flatten(0, 1), torch.nn.functional.pad(ends, (1, 0)), mode="sum",
+        per_sample_weights=amount, include_last_offset=True,
+    )  # fmt: skip
+    return out.view(heads, batch, n, e).transpose(0, 1)
+
+
+def _uniform(draws: Draws, purpose: str, head: Tensor, index: Tensor, size: int) -> Tensor:
+    """Element `index` of the numbers 0 .. size - 1 of stream `head`, for each pair of them."""
+    # Philox makes four numbers at a time: a table of all is cheaper unless fewer than a quarter is wanted.
+    if 4 * len(index) > size * len(draws.streams):
+        return draws.uniform(purpose, size).flatten()[head * size + index]
+    return Draws(draws.seed, draws.streams[head]).uniform_at(purpose, index)
+
+
+def project_rows(x: Tensor, w: Tensor, chosen: Tensor, values: Tensor) -> Tensor:
+    """values (B, H, n, e), where rows of `chosen` (B, H, n) are replaced by those of x w; only these are computed."""
+    batch, heads, n, e = values.shape
+    chosen, tokens = chosen.transpose(0, 1).flatten(1), x.flatten(0, 1)  # (H, B n), (B n, d)
+    rows = [tokens.index_select(0, c.nonzero().squeeze(-1)) @ part for c, part in zip(chosen, w, strict=True)]
+    flat = values.transpose(0, 1).reshape(-1, e)
+    flat = flat.index_copy(0, chosen.flatten().nonzero().squeeze(-1), torch.cat(rows))
+    return flat.view(heads, batch, n, e).transpose(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.draws import Draws
 from sparing.maths import dense
-from sparing.maths.sampling import draw_features, feature_law, sample_counts, sampled_product
+from sparing.maths.sampling import (
+    draw_features,
+    feature_law,
+    mean_token,
+    project_rows,
+    ragged_product,
+    sample_counts,
+    sampled_product,
+    whole_counts,
+)
 from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, knob
 
 
@@ -29,8 +39,11 @@ class MonteCarlo(Method):
     projection only, nothing of the n^2. Compare with estimator="mean" first: it often errs less for the same work.
 
     M_j looks at every query, so later queries would change earlier rows through r_j: causal calls are refused, also
-    when causality comes as attn_mask. Where n_q == n_k, a query whose own key no query can see counts as padding and
-    stays out of M_j, unless query_mask says otherwise. The gradient treats counts and samples as constants.
+    when causality comes as attn_mask (aligned to the first or to the last key). Any other mask that hides keys from
+    some queries is applied to A, but r_j still depends on all queries: such a mask (that of a prefix language model,
+    for example) is no guarantee against looking ahead. Where n_q == n_k, a query whose own key no query can see
+    counts as padding and stays out of M_j, unless query_mask says otherwise. The gradient treats counts and samples
+    as constants; second derivatives by the hidden states or W need impl="reference".
 
     `inspect()` gives counts (r), rate (the mean of r / d over valid tokens), padded_rate (over all slots, the
     paper's), certificate (a bound of each row's root mean square error) and, for sampling, bound (that of the theorem).
@@ -63,8 +76,7 @@ class MonteCarlo(Method):
             raise ValueError(f"monte_carlo: samples='shared' with estimator={self.estimator!r}, which draws nothing")
 
     def claims(self) -> Supports:
-        draws = self.alpha > 0 and self.estimator in ("sample", "stratified")
-        return replace(type(self).supports, stochastic=draws)
+        return replace(type(self).supports, stochastic=self.alpha > 0 and self._samples)
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if call.mask is None or call.mask.shape[-2] == 1:
@@ -72,47 +84,78 @@ class MonteCarlo(Method):
         # A mask that hides all keys after a query's own, or after its place at the end of the keys, is causal.
         n_q, n_k = q.shape[-2], k.shape[-2]
         visible = call.visible(n_q, n_k, q.device)
-        first = max(n_k - n_q, 0) + 1
         assert visible is not None
-        later = visible.expand(*visible.shape[:3], n_k)
-        if bool((~later.triu(first).flatten(-2).any(-1) & later[..., first:].flatten(-2).any(-1)).any()):
-            raise Unsupported(
-                "monte_carlo does not support a causal attn_mask (its sample counts look at all queries); "
-                "use a causal method such as 'window' or 'exact'"
-            )
+        visible = visible.expand(*visible.shape[:3], n_k)
+        for first in {1, max(n_k - n_q, 0) + 1}:
+            hides = ~visible.triu(first).flatten(-2).any(-1)
+            if bool((hides & visible[..., first:].flatten(-2).any(-1)).any()):
+                raise Unsupported(
+                    "monte_carlo does not support a causal attn_mask (its sample counts look at all queries); "
+                    "use a causal method such as 'window' or 'exact'"
+                )
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
         assert isinstance(v, Projection)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
-        weights, lse = dense.softmax(dense.logits(q, k, call))  # A, exact (B, H, n_q, n_k)
+        weights, valid, counts, center = self._weigh(q, k, v, call)
         values = v.project(heads)  # for rows with r_j = d (B, H_kv, n_k, e)
-        valid, received = _received(weights.detach(), heads, call)  # which keys count, M (B, H_kv, n_k)
-        counts = sample_counts(received, valid.sum(-1), self.alpha, d)  # r (B, H_kv, n_k), eq. 9
-        hidden = v.x.unsqueeze(1)  # X (B, 1, n_k, d)
-        center = hidden.new_zeros(1, 1, 1, d)  # what an inexact token is replaced by (B, H_kv, 1, d)
-        if self.estimator == "mean":
-            share = valid.to(hidden.dtype) / valid.sum(-1, keepdim=True).clamp_min(1)
-            center = share.unsqueeze(-2) @ hidden
         if bool((counts < d).any()):
             w = v.weight.unflatten(0, (heads, -1)).mT  # W (H_kv, d, e)
-            if self.estimator in ("drop", "mean"):
-                place = received.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-                counts = d * (place < counts.sum(-1, keepdim=True) // d)
-                rough = center @ w
-            else:
+            if self._samples:
                 law = feature_law(w)  # eq. 6
-                picks = draw_features(
-                    law, counts, (valid.long().cumsum(-1) - 1).clamp_min(0),
-                    Draws(call.draws.seed, call.draws.streams[:: call.groups]),
-                    shared=self.samples == "shared", stratified=self.estimator == "stratified",
-                )  # fmt: skip
-                rough = sampled_product(hidden, w, law, picks, counts)  # eq. 5
+                picks = draw_features(law, counts, **self._lists(valid, call))
+                rough = sampled_product(v.x.unsqueeze(1), w, law, picks, counts)  # eq. 5
+            else:
+                rough = center @ w
             if v.bias is not None:
                 rough = rough + v.bias.view(heads, 1, -1)
             values = torch.where((counts == d).unsqueeze(-1), values, rough)
-        if call.noted:
-            self._note(weights, lse, hidden, center, v.weight, valid, counts, call)
         return weights @ values.repeat_interleave(call.groups, dim=1)
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
+        """Projects the tokens with r_j = d only, and adds one row of W for each sample of the others."""
+        assert isinstance(v, Projection)
+        heads, d = q.shape[1] // call.groups, v.x.shape[-1]
+        weights, valid, counts, center = self._weigh(q, k, v, call)
+        if bool((counts == d).all()):
+            values = v.project(heads)
+        else:
+            w = v.weight.unflatten(0, (heads, -1)).mT
+            if self._samples:
+                values = ragged_product(v.x, w, feature_law(w), counts, **self._lists(valid, call))
+            else:
+                values = (center @ w).expand(*counts.shape, -1)
+            values = project_rows(v.x, w, counts == d, values)
+            if v.bias is not None:
+                values = values + v.bias.view(heads, 1, -1)
+        return weights @ values.repeat_interleave(call.groups, dim=1)
+
+    def _weigh(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A (B, H, n_q, n_k); which keys count and r (B, H_kv, n_k); what replaces an inexact token (.., .., 1, d)."""
+        heads, d = q.shape[1] // call.groups, v.x.shape[-1]
+        weights, lse = dense.softmax(dense.logits(q, k, call))  # exact
+        valid, received = _received(weights.detach(), heads, call)  # M (B, H_kv, n_k)
+        counts = sample_counts(received, valid.sum(-1), self.alpha, d)  # eq. 9
+        if not self._samples:
+            counts = whole_counts(received, counts, d)
+        center = v.x.new_zeros(1, 1, 1, d)
+        if self.estimator == "mean" and bool((counts < d).any()):
+            center = mean_token(v.x, valid)
+        if call.noted:
+            self._note(weights, lse, v.x.unsqueeze(1), center, v.weight, valid, counts, call)
+        return weights, valid, counts, center
+
+    @property
+    def _samples(self) -> bool:
+        return self.estimator in ("sample", "stratified")
+
+    def _lists(self, valid: Tensor, call: Call) -> dict[str, Any]:
+        return {
+            "ranks": (valid.long().cumsum(-1) - 1).clamp_min(0),
+            "draws": Draws(call.draws.seed, call.draws.streams[:: call.groups]),
+            "shared": self.samples == "shared",
+            "stratified": self.estimator == "stratified",
+        }
 
     def _note(
         self, weights: Tensor, lse: Tensor, x: Tensor, center: Tensor, weight: Tensor, valid: Tensor, counts: Tensor,
@@ -127,7 +170,7 @@ class MonteCarlo(Method):
         rate = (counts * valid).sum(-1).double() / (tokens * d)
         call.note(lse=lse, counts=counts, rate=rate, padded_rate=counts.double().mean(-1) / d)
         call.note(certificate=(weights @ off.unsqueeze(-1)).squeeze(-1))
-        if self.estimator in ("sample", "stratified"):
+        if self._samples:
             beta = (x.norm(dim=-1) * valid).sum(-1) / tokens
             call.note(bound=self.alpha * beta * size)
 
@@ -135,12 +178,23 @@ class MonteCarlo(Method):
         return replace(self, alpha=0.0)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
-        """Without statistics every token is taken to need all its features: the counts depend on the data."""
-        units, d = shape.batch * shape.heads, shape.in_features or 0
-        rate = 1.0 if statistics is None else float(statistics["padded_rate"].mean())
-        attention = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
-        room = 4.0 * units * (shape.pairs + shape.keys * (d + shape.value_dim))
-        return Cost(attention + rate * shape.projection_flops, room, float(shape.keys))
+        """Without statistics every token is taken to need all its features: the counts depend on the data.
+
+        A sample counts as a multiply-add for each of the e columns. The random numbers, which are no FLOPs, and the
+        search for the features are not counted; they can take more time than all the rest.
+        """
+        units, tokens = shape.batch * shape.heads, shape.batch * (shape.kv_heads or shape.heads) * shape.keys
+        d, rate, draws = shape.in_features or 0, 1.0, 0.0
+        if statistics is not None:
+            counts = statistics["counts"]
+            rate = float(statistics["padded_rate"].mean())
+            draws = tokens * float((counts * (counts < d)).double().mean())
+        flops = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim) + rate * shape.projection_flops
+        if self.estimator == "mean" and rate < 1:
+            flops += 2.0 * tokens * d * (1 + shape.value_dim / max(shape.keys, 1))
+        # Projected tokens are gathered one head at a time; a draw takes ten to twenty numbers of eight bytes.
+        room = units * shape.pairs + tokens * shape.value_dim + shape.batch * shape.keys * d + 32 * draws
+        return Cost(flops, 4.0 * room, float(shape.keys))
 
 
 def _received(weights: Tensor, heads: int, call: Call) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,6 @@ def _legend() -> str:
         "share of exact attention's work (below 1 is less). Speed: time of torch's SDPA / time of the method through "
         "sparing.attention, median and quartiles of one run (above 1 is faster).\n"
         f"can: {letters}.\n"
-        "+ compared with exact attention plus the value projection, whose work it samples.   * oracle: the best that is "
+        "+ compared with exact attention plus the value projection, whose work it samples.   * oracle: the best "
         "possible at its budget; needs the exact result, not deployable."
     )
