@@ -296,6 +296,6 @@ def test_ranks_refuse_what_they_cannot_mean():
 def test_cost_with_fixed_buckets_is_linear_in_the_length():
     shapes = [sparing.Shape(heads=4, queries=n, keys=n, head_dim=64, value_dim=64) for n in (4096, 8192)]
     costs = [Lsh(buckets=64).cost(s) for s in shapes]
-    assert costs[1].flops == pytest.approx(2 * costs[0].flops)
+    assert 1.8 * costs[0].flops < costs[1].flops <= 2 * costs[0].flops  # blocks that are not full weigh less and less
     assert costs[0].keys == 4 * 2 * 64
     assert Lsh().cost(shapes[1]).flops > 2 * Lsh().cost(shapes[0]).flops  # buckets that grow with the keys

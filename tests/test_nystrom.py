@@ -181,8 +181,14 @@ def test_convolution():
     assert sparing.method("nystrom").learned(2, 8, 6, None) is None
     with pytest.raises(ValueError, match="convolution=5 has learned weights"):
         run(method, x)
-    with pytest.raises(Unsupported, match="needs n_q == n_k"):
+    with pytest.raises(Unsupported, match=r"nystrom.* does not support n_q=40 != n_k=30"):
         run(method, make(METHOD, n_q=40, n_k=30), state=state)
+    with pytest.raises(ValueError, match="state has 4 heads and convolution=5, but the call has 2 heads"):
+        run(method, x, state=method.learned(4, 8, 6, None))
+    with pytest.raises(ValueError, match=r"state has 2 heads and convolution=5.*2 heads and convolution=7"):
+        run("nystrom(landmarks=8, convolution=7)", x, state=state)
+    assert method.supports.position_based
+    assert (method.supports.cross_attention, sparing.method("nystrom").supports.cross_attention) == (False, True)
 
 
 @pytest.mark.parametrize(

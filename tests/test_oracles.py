@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import nnls
 
 import sparing
-from sparing.oracles import convex, ova_objective, rows, value_aware
+from sparing.oracles import caratheodory, convex, ova_objective, rows, value_aware
 from sparing.oracles.nearest import largest
 
 from combinations import F64, KINDS, error, instance, scale, top
@@ -263,6 +263,61 @@ def test_functions_refuse_bad_input(change, message):
     call = {"weights": torch.tensor([0.2, 0.3, 0.5]), "values": torch.randn(3, 2), "keys": 2, **change}
     with pytest.raises(ValueError, match=message):
         value_aware(**call)
+
+
+@pytest.mark.parametrize("function", [ova_objective, caratheodory, lambda w, v: value_aware(w, v, 2)])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weights": [0.2, 0.8]}, TypeError, "weights must be a torch.Tensor, got list"),
+        ({"values": [[0.0], [1.0]]}, TypeError, "values must be a torch.Tensor, got list"),
+        ({"weights": None}, TypeError, "weights must be a torch.Tensor, got NoneType"),
+        ({"weights": torch.tensor([0, 0, 1])}, TypeError, "weights has dtype torch.int64"),
+        ({"values": torch.zeros(3, 2, dtype=torch.complex64)}, TypeError, "values has dtype torch.complex64"),
+        ({"weights": torch.tensor(1.0)}, ValueError, r"weights \[\] and values \[3, 2\]"),
+        ({"values": torch.tensor(1.0)}, ValueError, r"weights \[3\] and values \[\]"),
+        ({"values": torch.zeros(3)}, ValueError, r"weights \[3\] and values \[3\]"),
+        ({"weights": torch.zeros(0), "values": torch.zeros(0, 2)}, ValueError, r"n, e >= 1, got weights \[0\]"),
+        ({"values": torch.zeros(3, 0)}, ValueError, r"n, e >= 1, got .* values \[3, 0\]"),
+    ],
+)
+def test_every_function_refuses_what_are_no_weights_and_values(function, change, error, message):
+    call = {"weights": torch.tensor([0.2, 0.3, 0.5]), "values": torch.randn(3, 2), **change}
+    with pytest.raises(error, match=message):
+        function(call["weights"], call["values"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"keys": True}, TypeError, "keys=True must be of type int"),
+        ({"keys": 2.0}, TypeError, r"keys=2\.0 must be of type int"),
+        ({"keys": "2"}, TypeError, "keys='2' must be of type int"),
+        ({"keys": -1}, ValueError, "keys=-1 must be at least 1"),
+        ({"corrective": 1}, TypeError, "corrective=1 must be of type bool"),
+        ({"allowed": [True] * 3}, TypeError, "allowed must be a boolean tensor .* got list"),
+        ({"allowed": torch.ones(3)}, TypeError, "allowed must be a boolean tensor .* got torch.float32"),
+        ({"allowed": torch.ones(2, dtype=torch.bool)}, ValueError, r"allowed \[2\] does not broadcast to \[3\]"),
+        ({"allowed": torch.ones(4, 3, dtype=torch.bool)}, ValueError, r"allowed \[4, 3\] does not broadcast to \[3\]"),
+    ],
+)
+def test_value_aware_refuses_bad_settings(change, error, message):
+    call = {"weights": torch.tensor([0.2, 0.3, 0.5]), "values": torch.randn(3, 2), "keys": 2, **change}
+    with pytest.raises(error, match=message):
+        value_aware(**call)
+
+
+def ahead_of_top_keys(corrective):
+    q, k, v = torch.randn(3, 2, 2, 60, 16, dtype=F64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    exact = sparing.attention(3 * q, k, v)
+    specs = f"value_aware(keys=8, corrective={corrective})", "top_keys(keys=8)"
+    ours, theirs = ((sparing.attention(3 * q, k, v, method=spec) - exact).norm(dim=-1) for spec in specs)
+    return bool((ours <= theirs + 1e-9).all())
+
+
+def test_only_corrective_steps_are_never_behind_top_keys():
+    assert ahead_of_top_keys(corrective=True)
+    assert not ahead_of_top_keys(corrective=False)
 
 
 @pytest.mark.parametrize("spec", ["top_keys(keys=0)", "value_aware(keys=-1)", "sampled(samples=0)"])

@@ -209,6 +209,17 @@ def test_nothing_of_quadratic_size_is_made():
     assert not small("window(size=32, sinks=2, global_tokens=1)", 2048, "reference")  # control
 
 
+@pytest.mark.parametrize(("size", "causal"), [(4096, False), (2048, True)])
+def test_a_window_over_everything_runs_as_exact_attention(size, causal):
+    x = make(Window(), batch=1, heads=1, n_q=1024, d=8, e=8)
+    assert largest_tensor(lambda: run(f"window(size={size})", x, is_causal=causal)) < 1024**2 / 8
+    assert torch.equal(run(f"window(size={size})", x, is_causal=causal), run("exact", x, is_causal=causal))
+    found = sparing.inspect(x.q, x.k, x.value, method=f"window(size={size})", is_causal=causal)
+    agrees(found.lse, sparing.inspect(x.q, x.k, x.value, is_causal=causal).lse)
+    shape = sparing.Shape(queries=1024, keys=1024, head_dim=8, value_dim=8, causal=causal)
+    assert Window(size=size).cost(shape) == sparing.method("exact").cost(shape)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [

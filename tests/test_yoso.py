@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,7 +152,9 @@ def test_normalisations():
     torch.testing.assert_close(sums, plain / b.sum(-1, keepdim=True))
     ones = x.with_payload(torch.ones_like(x.payload))
     torch.testing.assert_close(run(Yoso(normalize="sum"), ones), torch.ones_like(plain))
-    tiny, huge = (run(YOSO, x.map(lambda t, s=s: (t * s).float())) for s in (1e-10, 1e14))
+    # Squares overflow in float32; the door shrinks such queries and keys and keeps their direction.
+    huge = run(YOSO, x.map(lambda t: (t * 1e25).float()))
+    tiny = run(YOSO, x.map(lambda t: (t * 1e-10).float()))
     torch.testing.assert_close(tiny, rows.float(), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(huge, rows.float(), rtol=1e-3, atol=1e-4)
 
@@ -175,12 +178,42 @@ def test_convolution_is_added_after_the_normalisation():
     out.sum().backward()
     assert all(bool((p.grad != 0).any()) for p in state.parameters())
     assert Yoso().learned(2, 16, 8, None) is None
-    with pytest.raises(Unsupported, match=r"yoso\(convolution=3\).*is_causal.*convolution=None"):
-        run(method, x, state=state, is_causal=True)
-    with pytest.raises(Unsupported, match="n_q == n_k"):
-        run(method, make(method, n_q=5, n_k=7), state=state)
     with pytest.raises(ValueError, match="convolution=3 has learned weights"):
         run(method, x)
+
+
+def test_a_convolution_narrows_the_claims():
+    """It follows the order of the tokens, sees later ones, and needs a value for every query."""
+    plain, filtered = Yoso(), Yoso(convolution=3)
+    assert (plain.supports.position_based, plain.supports.causal, plain.supports.cross_attention) == (False, True, True)
+    assert filtered.supports == replace(plain.supports, position_based=True, causal=False, cross_attention=False)
+    assert not Yoso(convolution=3, expectation=True).supports.stochastic
+    state, x = filtered.learned(2, 16, 8, None), clustered(20)
+    with pytest.raises(Unsupported, match=r"yoso.* does not support is_causal=True"):
+        run(filtered, x, state=state, is_causal=True)
+    with pytest.raises(Unsupported, match=r"yoso.* does not support n_q=5 != n_k=7"):
+        run(filtered, make(plain, n_q=5, n_k=7), state=state)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(2, 5), (4, 3), (1, 3)])
+def test_a_convolution_of_other_sizes_is_refused(heads, size):
+    # A shorter filter would run with the wrong width, and one head with four would be torch's error about groups.
+    words = rf"yoso: state has {heads} heads and convolution={size}, but the call has 2 heads and convolution=3"
+    with pytest.raises(ValueError, match=words):
+        run(Yoso(convolution=3), clustered(20), state=Yoso(convolution=size).learned(heads, 16, 8, None))
+
+
+def test_inspection_notes_one_number_of_bits_per_item():
+    x = make(YOSO, n_q=20)
+    keep = torch.arange(20) < torch.tensor([[20], [7]])
+    for spec in ("yoso(hashes=3)", "yoso(expectation=True)", "yoso(hashes=3, bits=4)"):
+        whole, cut = (
+            sparing.inspect(x.q, x.k, x.payload, mask, method=spec, seed=0) for mask in (None, keys_mask(keep))
+        )
+        assert whole.statistics["bits"].tolist() == ([4, 4] if "bits" in spec else [5, 5])
+        assert cut.statistics["bits"].tolist() == ([4, 4] if "bits" in spec else [5, 3])
+        if "hashes" in spec:
+            assert whole.statistics["query_codes"].shape == whole.statistics["key_codes"].shape == (2, 2, 20, 3)
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,11 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str) -> No
     """Refuse what the method does not claim to support."""
     can, keep = method.supports, inputs.keep
 
+    # Where the setting can do less than its class, the message shows the setting.
+    label = str(method) if can != type(method).supports else method.name or type(method).__name__
+
     def refuse(argument: str, way_out: str) -> None:
-        raise Unsupported(f"{method.name or type(method).__name__} does not support {argument}; {way_out}")
+        raise Unsupported(f"{label} does not support {argument}; {way_out}")
 
     if inputs.projected and can.projection:
         refuse("a projected value (it samples the projection itself)", "pass value=Projection(x, weight, bias)")

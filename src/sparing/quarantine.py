@@ -2,7 +2,7 @@
 
 0 * NaN is NaN, so one bad entry behind a mask, in the future of a causal call or in a padded slot would spread through
 any matrix product. Bad entries are taken out before a method runs, and the rows that legitimately see one are marked.
-Queries and keys so large that their products overflow are clamped: attention is saturated long before.
+Queries and keys so large that their products overflow are shrunk, each as a whole: attention is saturated long before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, cal
         bad_v = ~payload.isfinite()
         if any(bool(bad.any()) for bad in (bad_q, bad_k, bad_v)):
             spoiled = _spoiled(bad_q, bad_k, bad_v, method, call)
-        q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0).clamp(-limit, limit) for t, bad in ((q, bad_q), (k, bad_k)))
+        q, k = (_shrink(t.masked_fill(bad.unsqueeze(-1), 0.0), limit) for t, bad in ((q, bad_q), (k, bad_k)))
         payload = payload.masked_fill(bad_v, 0.0)
     cleaned = v._replace(x=payload) if isinstance(v, Projection) else payload
     return Clean(q, k, cleaned, spoiled)
@@ -51,6 +51,12 @@ def _largest(tensor: Tensor) -> float:
         return 0.0
     low, high = torch.aminmax(tensor.detach())  # one pass; a norm of order infinity takes ten times longer
     return float(torch.maximum(high, -low))
+
+
+def _shrink(rows: Tensor, limit: float) -> Tensor:
+    """Rows with an entry beyond the limit, scaled down to it; the others as they are, to the bit."""
+    largest = rows.detach().abs().amax(-1, keepdim=True)
+    return rows * (limit / largest.clamp_min(limit))
 
 
 def _spoiled(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, method: Method, call: Call) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparing.maths.dense import divide_rows
+from sparing.maths.dense import divide_rows, finite_or_zero
 
 
 class Part(NamedTuple):
@@ -25,17 +25,13 @@ class Part(NamedTuple):
 def part(scores: Tensor, v: Tensor) -> Part:
     """scores (..., n, m), -inf where a query may not look, on the values (..., m, e)."""
     top = scores.detach().amax(-1, keepdim=True)
-    weights = (scores - _finite_or_zero(top)).exp()
+    weights = (scores - finite_or_zero(top)).exp()
     return Part(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
 def merge(a: Part, b: Part) -> Part:
     """Both sets of keys together. No logarithm is taken on the way, so empty sets have a finite gradient."""
     top = torch.maximum(a.top, b.top)
-    shift = _finite_or_zero(top)
+    shift = finite_or_zero(top)
     of_a, of_b = (a.top - shift).exp(), (b.top - shift).exp()
     return Part(a.sums * of_a + b.sums * of_b, a.total * of_a + b.total * of_b, top)
-
-
-def _finite_or_zero(x: Tensor) -> Tensor:
-    return x.masked_fill(x == -torch.inf, 0.0)

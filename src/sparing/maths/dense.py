@@ -19,8 +19,7 @@ def logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     """(weights, log-sum-exp) over the last axis. A row of -inf gives zero weights and a log-sum-exp of -inf."""
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    top = finite_or_zero(scores.detach().amax(-1, keepdim=True))
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     return weights / total.masked_fill(total == 0, 1.0), (total.log() + top).squeeze(-1)
@@ -28,5 +27,20 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def divide_rows(sums: Tensor, total: Tensor) -> Tensor:
     """sums / total for non-negative totals; a row whose total is zero, or too small to divide by, gives zeros."""
-    empty = total < torch.finfo(total.dtype).tiny * 1e8
+    empty = vanishes(total)
     return (sums / total.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+
+
+def vanishes(total: Tensor) -> Tensor:
+    """Which non-negative numbers are zero, or so small that dividing by them is not safe."""
+    return total < smallest(total.dtype)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest number that is safe to divide by."""
+    return torch.finfo(dtype).tiny * 1e8
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    """Zero in place of -inf, the largest of no scores: a shift that can be subtracted."""
+    return x.masked_fill(x == -torch.inf, 0.0)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.maths.dense import divide_rows
+from sparing.maths.dense import divide_rows, finite_or_zero
+from sparing.method import Shape
 
-_BLOCK = 64
+BLOCK = 64  #: queries and keys that a causal sum multiplies densely
 
 
 class LogFeatures(NamedTuple):
@@ -39,9 +40,18 @@ def linear_sums(features: LogFeatures, v: Tensor, call: Call, *, shift: bool = T
     if call.is_causal:
         sums = _causal(phi_q, phi_k, log_k, v, shift=shift)
     else:
-        top = _finite_or_zero(log_k.amax(-1, keepdim=True)) if shift else torch.zeros_like(log_k[..., :1])
+        top = finite_or_zero(log_k.amax(-1, keepdim=True)) if shift else torch.zeros_like(log_k[..., :1])
         sums = phi_q @ ((phi_k * (log_k - top).exp().unsqueeze(-1)).mT @ v)
     return sums[..., :-1], sums[..., -1:]
+
+
+def linear_flops(shape: Shape, features: int) -> float:
+    """FLOPs of `linear_sums` for one head."""
+    keys = min(shape.queries, shape.keys) if shape.causal else shape.keys
+    near = keys * min(BLOCK, keys) if shape.causal else 0  # pairs that are multiplied densely
+    return float(
+        (shape.queries + keys) * features * 2 * (shape.value_dim + 1) + near * 2 * (features + shape.value_dim + 1)
+    )
 
 
 def feature_weights(features: LogFeatures, visible: Tensor | None) -> Tensor:
@@ -49,7 +59,7 @@ def feature_weights(features: LogFeatures, visible: Tensor | None) -> Tensor:
     phi_q, phi_k, log_k = features
     factors = log_k.unsqueeze(-2).expand(*phi_q.shape[:-1], phi_k.shape[-2])
     factors = factors if visible is None else factors.masked_fill(~visible, -torch.inf)
-    return phi_q @ phi_k.mT * (factors - _finite_or_zero(factors.amax(-1, keepdim=True))).exp()
+    return phi_q @ phi_k.mT * (factors - finite_or_zero(factors.amax(-1, keepdim=True))).exp()
 
 
 def plain_sums(v: Tensor, call: Call, n_q: int) -> tuple[Tensor, Tensor]:
@@ -67,36 +77,27 @@ def _causal(phi_q: Tensor, phi_k: Tensor, log_k: Tensor, v: Tensor, *, shift: bo
 
     Row i is divided by exp(max_{j <= i} log_k_j), so no number of row i ever depends on a later key.
     """
-    n_q, n_k = phi_q.shape[-2], phi_k.shape[-2]
+    both = min(phi_q.shape[-2], phi_k.shape[-2])
+    own, late = phi_q.split([both, phi_q.shape[-2] - both], dim=-2)  # late queries stand beyond the last key
     running = log_k.cummax(-1).values if shift else torch.zeros_like(log_k)
     state = v.new_zeros(*v.shape[:2], phi_k.shape[-1], v.shape[-1])
     level = torch.full_like(running[..., :1], -torch.inf)  # log of the factor that the state is divided by
     out = []
-    for start in range(0, n_q, _BLOCK):
-        queries = slice(start, min(start + _BLOCK, n_q))
-        keys = slice(min(start, n_k), min(queries.stop, n_k))
-        width, height = keys.stop - keys.start, queries.stop - queries.start
-        tops = running[..., keys]
-        if width < height:  # queries beyond the last key see what the last key sees
-            last = running[..., n_k - 1 :].expand(*running.shape[:-1], height - width)
-            tops = torch.cat([tops, last], dim=-1)
-        tops = _finite_or_zero(tops).unsqueeze(-1)  # (B, H, height, 1)
-        rows = (phi_q[..., queries, :] @ state) * (level.unsqueeze(-1) - tops).exp()
-        if width:
-            weights = phi_q[..., queries, :] @ phi_k[..., keys, :].mT
-            factors = (log_k[..., None, keys] - tops).masked_fill(_future(height, width, v.device), -torch.inf)
-            rows = rows + (weights * factors.exp()) @ v[..., keys, :]
-            fresh = _finite_or_zero(running[..., keys.stop - 1 : keys.stop])
-            state = state * (level - fresh).exp().unsqueeze(-1)
-            state = state + (phi_k[..., keys, :] * (log_k[..., keys] - fresh).exp().unsqueeze(-1)).mT @ v[..., keys, :]
-            level = fresh
-        out.append(rows)
-    return torch.cat(out, dim=-2)
+    # One split per tensor: slices in a loop would each have a gradient as long as the sequence, quadratic in all.
+    parts = (x[:, :, :both].split(BLOCK, dim=2) for x in (own, phi_k, v, log_k, running))
+    for queries, keys, values, logs, tops in zip(*parts, strict=True):
+        tops = finite_or_zero(tops)  # (B, H, block)
+        factors = (logs.unsqueeze(-2) - tops.unsqueeze(-1)).masked_fill(_future(keys), -torch.inf)
+        rows = (queries @ state) * (level - tops).exp().unsqueeze(-1)
+        out.append(rows + (queries @ keys.mT * factors.exp()) @ values)
+        fresh = tops[..., -1:]
+        state = state * (level - fresh).exp().unsqueeze(-1)
+        state = state + (keys * (logs - fresh).exp().unsqueeze(-1)).mT @ values
+        level = fresh
+    return torch.cat([*out, late @ state], dim=-2)
 
 
-def _future(height: int, width: int, device: torch.device) -> Tensor:
-    return torch.ones(height, width, dtype=torch.bool, device=device).triu(1)
-
-
-def _finite_or_zero(x: Tensor) -> Tensor:
-    return x.masked_fill(x == -torch.inf, 0.0)
+def _future(keys: Tensor) -> Tensor:
+    """(block, block): the keys of a block that come after each query of it."""
+    n = keys.shape[-2]
+    return torch.ones(n, n, dtype=torch.bool, device=keys.device).triu(1)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from sparing.call import Call
 from sparing.maths import dense
 from sparing.maths.features import elu_features, square_features
-from sparing.maths.linear import feature_weights, linear_sums, plain_sums
+from sparing.maths.linear import feature_weights, linear_flops, linear_sums, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
 
 _ROWS = 256  # queries per block of a dense product
@@ -86,7 +86,7 @@ class Kernel(Method):
             count = torch.full_like(weights[..., :1], k.shape[-2]) if visible is None else _count(visible, weights)
             return dense.divide_rows(weights @ v, count)
         total = weights.sum(-1, keepdim=True)
-        empty = _vanishes(total)
+        empty = dense.vanishes(total)
         if bool(empty.any()):
             weights = torch.where(empty, 1.0 if visible is None else visible.to(weights.dtype), weights)
             total = weights.sum(-1, keepdim=True)
@@ -103,12 +103,11 @@ class Kernel(Method):
             scores = q @ k.mT * scale
             scores = scores if visible is None else scores.masked_fill(~visible, 0.0)
             top = torch.linalg.vector_norm(scores.detach(), torch.inf, -1, keepdim=True)
-            return (scores / top.masked_fill(_vanishes(top), 1.0)).pow(self.degree)
+            return (scores / top.masked_fill(dense.vanishes(top), 1.0)).pow(self.degree)
         logs = q @ k.mT * scale if self.kind == "exp" else distances(q, k) * (-scale / 2)
         logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
         if by_row:
-            top = logs.detach().amax(-1, keepdim=True)
-            logs = logs - top.masked_fill(top == -torch.inf, 0.0)
+            logs = logs - dense.finite_or_zero(logs.detach().amax(-1, keepdim=True))
         return logs.exp()
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -137,12 +136,13 @@ class Kernel(Method):
         visible = call.visible(n_q, n_k, q.device)
         visible = None if visible is None else visible.expand(-1, -1, n_q, n_k)
         out = []
-        for start in range(0, n_q, _ROWS):
-            stop = min(start + _ROWS, n_q)
+        stop = 0
+        for queries in q.split(_ROWS, dim=-2):
+            start, stop = stop, stop + queries.shape[-2]
             end = min(stop, n_k) if call.is_causal else n_k
+            keys, values = (x if end == n_k else x[..., :end, :] for x in (k, v))
             seen = None if visible is None else visible[..., start:stop, :end]
-            part = q[..., start:stop, :], k[..., :end, :], v[..., :end, :]
-            out.append(self._attend(*part, call.scale, seen, _distances_by_product))
+            out.append(self._attend(queries, keys, values, call.scale, seen, _distances_by_product))
         return torch.cat(out, dim=-2)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -154,7 +154,7 @@ class Kernel(Method):
         values, count = plain_sums(v, call, q.shape[-2])
         if self.normalize == "length":
             return dense.divide_rows(sums, count)
-        empty = _vanishes(total)
+        empty = dense.vanishes(total)
         return torch.where(empty, dense.divide_rows(values, count), sums / total.masked_fill(empty, 1.0))
 
     def _squares_pay(self, n_q: int, n_k: int, d: int, call: Call) -> bool:
@@ -165,7 +165,7 @@ class Kernel(Method):
     def _squares(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """`poly` of degree 2 through its feature map: (q.k)^2 = phi(q).phi(k)."""
         q_size, k_size = (x.detach().abs().amax(axis, keepdim=True) for x, axis in ((q, (-1,)), (k, (-1, -2))))
-        unit_q, unit_k = (x / size.masked_fill(_vanishes(size), 1.0) for x, size in ((q, q_size), (k, k_size)))
+        unit_q, unit_k = (x / size.masked_fill(dense.vanishes(size), 1.0) for x, size in ((q, q_size), (k, k_size)))
         columns = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
         blocks = zip(unit_k.split(_ROWS, -2), columns.split(_ROWS, -2), strict=True)
         state = torch.stack([square_features(x).mT @ y for x, y in blocks]).sum(0)  # padded keys are zero: no weight
@@ -194,12 +194,18 @@ class Kernel(Method):
         square = self.kind == "poly" and self.degree == 2 and not shape.causal
         if self.kind == "elu" or (square and wide * tokens <= shape.queries * shape.keys):
             kept = tokens if self.kind == "elu" else min(_ROWS, tokens)
-            work = units * float(tokens * wide * (2 * e + 4))
+            work = units * (linear_flops(shape, wide) + 2 * tokens * wide)
             return Cost(work + shape.projection_flops, 4.0 * units * (wide * (kept + e) + tokens), wide)
-        work = units * shape.pairs * (2 * d + 1 + 2 * e)
-        fused = self.kind in ("exp", "gaussian") and self.normalize == "row"
-        kept = shape.queries + shape.keys if fused else min(_ROWS, shape.queries) * shape.keys
-        return Cost(work + shape.projection_flops, 4.0 * units * kept, shape.pairs / max(shape.queries, 1))
+        touched = shape.pairs / max(shape.queries, 1)
+        if self.kind in ("exp", "gaussian") and self.normalize == "row":
+            d, e = (d, e) if self.kind == "exp" else (max(d + 1, e),) * 2  # as in `_softmax`
+            work = units * shape.pairs * (2 * d + 1 + 2 * e)
+            return Cost(work + shape.projection_flops, 4.0 * units * tokens, touched)
+        corner = min(shape.queries, shape.keys) if shape.causal else 0
+        pairs = shape.pairs + corner * (min(_ROWS, corner) - 1) / 2  # blocks compute their hidden keys too
+        work = units * pairs * (2 * d + 1 + 2 * e)
+        kept = min(_ROWS, shape.queries) * shape.keys
+        return Cost(work + shape.projection_flops, 4.0 * units * kept, touched)
 
 
 def _square_width(d: int) -> int:
@@ -208,11 +214,6 @@ def _square_width(d: int) -> int:
 
 def _count(visible: Tensor, weights: Tensor) -> Tensor:
     return visible.expand_as(weights).sum(-1, keepdim=True).to(weights.dtype)
-
-
-def _vanishes(total: Tensor) -> Tensor:
-    """Sums of weights that are zero, or too small to divide by; the limit is that of `dense.divide_rows`."""
-    return total < torch.finfo(total.dtype).tiny * 1e8
 
 
 def _distances(q: Tensor, k: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparing.call import Call
 from sparing.maths import dense
+from sparing.maths.packing import place_of_rank
 from sparing.maths.segments import segment_means
 from sparing.method import Cost, Method, Shape, Supports, knob, method
 
@@ -76,7 +77,9 @@ class Linformer(Method):
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.projection == "pooled" and call.state is None:
             return self._pooled(q, k, v, call)
-        k, v = (_packed(x, call.keep) for x in (k, v))
+        if call.keep is not None:  # the valid tokens first, in their order
+            order = place_of_rank(call.keep)[:, None, :, None]
+            k, v = (x.take_along_dim(order, dim=2) for x in (k, v))
         rows = self._rows(k.shape[-2], call).to(k.dtype)  # E (H, r, n)
         n = rows.shape[-1]  # a learned E may be shorter than the padding
         slots_k, slots_v = rows @ k[..., :n, :], rows @ v[..., :n, :]  # K' = E K (B, H, r, d), V' = E V
@@ -127,11 +130,3 @@ class Linformer(Method):
             4.0 * (units * r * (shape.queries + d + e) + matrix),
             r,
         )
-
-
-def _packed(x: Tensor, keep: Tensor | None) -> Tensor:
-    """x (B, H, n, d) with the valid tokens first, in their order."""
-    if keep is None:
-        return x
-    order = (~keep).byte().argsort(dim=-1, stable=True)  # (B, n)
-    return x.gather(2, order[:, None, :, None].expand(x.shape))

@@ -27,7 +27,8 @@ class Lsh(Method):
     w_ij = 0 for keys that no round shows. Keys are sorted by (bucket, position) and a query sees at most 2 * chunk of
     them per round. No more valid keys than one chunk: exact attention. A query to which no round shows a key sees its
     own (if n_q = n_k). Hash codes and hit probabilities are constants of the gradient. The default number of buckets
-    grows with the keys, so that hashing costs n^2 / chunk in the end; fix `buckets` to keep it linear.
+    grows with the keys, so that hashing costs n^2 / chunk in the end; fix `buckets` to keep it linear. `inspect()`
+    notes `hits` [B, H, n_q]: how many keys the rounds show to a query, each as often as it is shown.
 
     Causal: a query sees only keys of its own bucket up to its position, chunk by chunk from the bucket's start, the
     current and the previous one; masking the usual arc instead would let later tokens decide which earlier keys are
@@ -172,13 +173,27 @@ class Lsh(Method):
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, chunk=max(shape.keys, 1))
 
+    def _rows(self, shape: Shape, buckets: int) -> float:
+        """About how many rows one head's queries fill in one round: blocks of chunk / 2, each from one arc.
+
+        On average half a block is empty for each arc; ranks fill theirs.
+        """
+        n_q, half = shape.queries, self.chunk / 2
+        if self.align == "rank":
+            return float(n_q)
+        if shape.causal:  # an arc for each chunk of each bucket
+            arcs = n_q / self.chunk + buckets / 2
+            return max(n_q + arcs * half / 2, min(buckets, n_q) * half)
+        most = shape.keys / half  # arcs start at multiples of chunk / 2
+        arcs = most if shape.keys > 2 * self.chunk * buckets else min(most, float(buckets))
+        return n_q + arcs * half / 2
+
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         units, n_q, n_k = shape.batch * shape.heads, shape.queries, shape.keys
         buckets = int(self.bucket_counts(torch.tensor(n_k)))
         hashing = self.rounds * (n_q + n_k) * shape.head_dim * (buckets // 2) * 2
         width = 2 * self.chunk
-        # Blocks of chunk / 2 queries; on average half a block is empty for each of the 2 n_k / chunk arcs.
-        pairs = float(self.rounds * (n_q + n_k / 2) * width) if n_k > self.chunk else shape.pairs
+        pairs = self.rounds * self._rows(shape, buckets) * width if n_k > self.chunk else float(n_q * n_k)
         compared = 0 if self.combine == "sum" else pairs * (self.rounds - 1) / 2 * 4
         tables = 8 * self.rounds * (2 * n_k + 4 * n_q) + 8 * (n_q + n_k) * (buckets // 2)
         sums = 4 * n_q * (shape.value_dim + 2) * 2

@@ -13,8 +13,8 @@ from sparing.maths import dense
 from sparing.maths.linalg import inverse_iteration
 from sparing.maths.packing import attend_items
 from sparing.maths.segments import segment_means
-from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob
-from sparing.state import DepthwiseConvolution, convolution_of
+from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.state import add_convolution, beside_convolution, check_width, convolution_of, learned_convolution
 
 _RANK = 1e-6  # singular values of A below this share of the largest are noise, and count as zero
 _SVD = 22  # FLOPs of a singular value decomposition per m^3
@@ -34,8 +34,8 @@ class Nystrom(Method):
     solver: "iterative" (the paper's) or "exact", the pseudo-inverse in float64. The iteration stops early, and that is
         a regularisation: on attention that the segments do not capture, "exact" can be far worse.
     iterations: steps of the iterative solver.
-    convolution: width of a learned depth-wise convolution of the values, added to the output; odd; None for none.
-        Its weights live in a module: see `sparing.nn.MultiheadAttention`.
+    convolution: width of a learned depth-wise convolution of the values, added to the output; odd, and then n_q = n_k;
+        None for none. Its weights live in a module: see `sparing.nn.MultiheadAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="nystrom(landmarks=16)").shape
@@ -53,14 +53,14 @@ class Nystrom(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.convolution is not None and self.convolution % 2 == 0:
-            raise ValueError(f"nystrom: convolution={self.convolution} must be odd, so that it has a middle")
+        check_width(self.name, self.convolution)
+
+    def claims(self) -> Supports:
+        return beside_convolution(type(self).supports, self.convolution)
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.convolution is not None:
-            convolution_of(call, self.name, self.convolution)
-            if q.shape[-2] != k.shape[-2]:
-                raise Unsupported(f"nystrom(convolution={self.convolution}) needs n_q == n_k; set convolution=None")
+            convolution_of(call, self.name, self.convolution, q.shape[1])
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         short = self.short(q, k, call)[:, None, None, None]
@@ -98,13 +98,13 @@ class Nystrom(Method):
         return first @ (inverse_iteration(middle, start, self.iterations) @ last)
 
     def residual(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
-        return out if self.convolution is None else out + convolution_of(call, self.name, self.convolution)(v)
+        return add_convolution(out, v, call, self.name, self.convolution)
 
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, landmarks=max(shape.queries, shape.keys, 1))
 
     def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:
-        return None if self.convolution is None else DepthwiseConvolution(heads, self.convolution)
+        return learned_convolution(heads, self.convolution)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         m, units, width = self.landmarks, shape.batch * shape.heads, 2 * shape.head_dim + 1 + 2 * shape.value_dim

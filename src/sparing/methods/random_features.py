@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparing.call import Call
 from sparing.maths import dense
-from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, plain_sums
+from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, linear_flops, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, knob
 
 
@@ -86,8 +86,7 @@ class RandomFeatures(Method):
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         f, units = self.features, shape.batch * shape.heads
         maps = (shape.queries + shape.keys) * f * (2 * shape.head_dim + 1)
-        products = 2 * (shape.queries + shape.keys) * f * (shape.value_dim + 1)
-        work = units * float(maps + products) + shape.projection_flops
+        work = units * (maps + linear_flops(shape, f)) + shape.projection_flops
         return Cost(work, 4.0 * units * f * (shape.queries + shape.keys + shape.value_dim), f)
 
 

@@ -43,8 +43,8 @@ class Skyformer(Method):
     The weights are not normalised: they do not sum to one, and the output grows with the number of keys. Models must
     be trained with it. A sequence with no more valid queries and keys than landmarks gets the exact target.
     The linear algebra runs in float64 (the columns B in the input's precision from gamma = 0.01 on). `inspect()`
-    gives the landmark rows (keys count from n_q on, -1 is unused) and `bound`: the spectral norm of C~ - C is at most
-    that (B, H).
+    gives the landmark rows (keys count from n_q on, -1 is unused) and, for the Gaussian kernel, `bound`: the spectral
+    norm of C~ - C is at most that (B, H).
 
     landmarks: rows drawn, in all, from queries and keys.
     gamma: damping of M. 0.1, the paper's, costs a few percent of accuracy, bounds the solver's weights and hence the
@@ -142,18 +142,20 @@ class Skyformer(Method):
         return linalg.iterated_inverse(middle + max(self.gamma, _DAMPING_STEPS) * eye, self.iterations) @ right
 
     def explain(self, columns: Tensor, middle: Tensor, chosen: Landmarks, call: Call) -> None:
-        """Note the landmarks and the bound (trace(C-bar) - trace(C-bar-tilde)) / 2 on the error of C~.
+        """Note the landmarks and, for the Gaussian kernel, a bound on the error of C~.
 
         C-bar - C-bar-tilde is positive semidefinite, so its norm is at most its trace, and that of an off-diagonal
         block at most half of that.
         """
+        shape = (*columns.shape[:2], chosen.rows.shape[-1])
+        call.note(landmarks=chosen.rows.masked_fill(~chosen.used, -1).expand(shape))
+        if self.kernel == "softmax":
+            return
         with torch.no_grad():
             wide = columns.double()
             explained = (wide * self.solve(middle, wide.mT).mT).sum(-1)  # diagonal of C-bar-tilde (B, H, n_q + n_k)
             bound = ((1 - explained) * chosen.valid[:, None, :]).sum(-1) / 2
-            bound = bound.masked_fill(self.covered(chosen)[:, None], 0.0)
-        shape = (*columns.shape[:2], chosen.rows.shape[-1])
-        call.note(landmarks=chosen.rows.masked_fill(~chosen.used, -1).expand(shape), bound=bound)
+            call.note(bound=bound.masked_fill(self.covered(chosen)[:, None], 0.0))
 
     def covered(self, chosen: Landmarks) -> Tensor:
         """(B or 1,) items whose rows are all landmarks anyway: there the exact target is cheaper."""
@@ -176,14 +178,17 @@ class Skyformer(Method):
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         n, units = shape.queries + shape.keys, shape.batch * shape.heads
         m = n if self.sampling == "all" else min(self.landmarks, n)
-        width = shape.value_dim + (self.kernel == "softmax")
+        softmax, d, e = self.kernel == "softmax", shape.head_dim, shape.value_dim
         if m == n and self.sampling != "all":  # exact
-            work, numbers, m = shape.pairs * (2 * shape.head_dim + 1 + 2 * width), shape.pairs, shape.keys
+            work = shape.pairs * (2 * (d if softmax else d + 2) + 1 + 2 * e)
+            numbers, m = shape.pairs, shape.keys
         else:
             inverse = m**3 / 3 if self.solver == "cholesky" else self.iterations * 8 * m**3
-            work = (n + m) * m * (2 * shape.head_dim + 1) + inverse + 2 * m * m * width + 2 * n * m * width
+            width = e + softmax
+            work = (n + m) * m * (2 * (d + 2) + 1) + inverse + 2 * m * m * width + 2 * n * m * width
+            work += 2 * shape.queries * m * e if softmax else 0  # what rows without a usable sum get
             numbers = n * m + 3 * m * m
-        size = 8 if self.kernel == "softmax" or self.gamma < _FLOAT32_GAMMA else 4
+        size = 8 if softmax or self.gamma < _FLOAT32_GAMMA else 4
         return Cost(units * float(work) + shape.projection_flops, float(units * size * numbers), m)
 
 
@@ -202,8 +207,7 @@ def key_weights(k: Tensor, call: Call) -> Tensor:
     logs = call.scale / 2 * k.square().sum(-1, keepdim=True)
     if call.keep is not None:
         logs = logs.masked_fill(~call.keep[:, None, :, None], -torch.inf)
-    top = logs.detach().amax(-2, keepdim=True)
-    return (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    return (logs - dense.finite_or_zero(logs.detach().amax(-2, keepdim=True))).exp()
 
 
 def rescaled(v: Tensor, k: Tensor, call: Call) -> Tensor:

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from sparing.call import Call
 from sparing.maths import blocks, dense
-from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.maths.packing import place_of_rank
+from sparing.method import Cost, Method, Shape, Supports, knob, method
 
 _SCORES = 2**22  # logits that are held at once
 
@@ -74,7 +75,7 @@ class Window(Method):
         n = q.shape[-2]
         left, right = self.sides(call)
         if left >= n - 1 and (call.is_causal or right >= n - 1):  # the window holds every pair
-            return self.reference(q, k, v, call)
+            return self.reference(q, k, v, call) if call.noted else method("exact").fast(q, k, v, call)
         left, right = min(left, n - 1), min(right, n - 1)
         near = _band(q, k, v, call, left, right)
         shared = min(max(self.sinks, self.global_tokens), n)
@@ -92,8 +93,11 @@ class Window(Method):
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         n, units = shape.queries, shape.batch * shape.heads
         shared, rows = min(max(self.sinks, self.global_tokens), n), min(self.global_tokens, n)
-        computed = min(self.size + _block(self.size), n) + shared  # keys that a block of queries is multiplied with
-        pairs = float(n * computed + rows * n)
+        if (self.size if shape.causal else self.size // 2) >= n - 1:  # the window holds every pair
+            return method("exact").cost(shape)
+        block = _block(self.size)
+        # Each block of queries is multiplied with one stretch of keys; the last block is filled up.
+        pairs = float(-(-n // block) * block * (self.size + block) + n * shared + rows * n)
         copies = n * (2 * shape.head_dim + 3 * shape.value_dim)  # padded q, k, v; parts of the output
         return Cost(
             units * pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim) + shape.projection_flops,
@@ -137,14 +141,12 @@ def _band(q: Tensor, k: Tensor, v: Tensor, call: Call, left: int, right: int) ->
     return blocks.Part(*(x[:, :, :n] for x in columns))
 
 
-def _first_tokens(call: Call, n: int, how_many: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _first_tokens(call: Call, how_many: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B or 1, how_many) positions of the first valid tokens, and which of these exist."""
-    _, count = call.key_ranks(n, device)
-    valid = torch.ones(1, n, dtype=torch.bool, device=device) if call.keep is None else call.keep
-    passed = valid.long().cumsum(-1)  # valid tokens up to here
-    wanted = torch.arange(how_many, device=device).expand(passed.shape[0], -1).contiguous()
-    position = torch.searchsorted(passed, wanted + 1)
-    return position.clamp_max(n - 1), wanted < count[:, None]
+    wanted = torch.arange(how_many, device=device)
+    if call.keep is None:
+        return wanted[None], torch.ones(1, how_many, dtype=torch.bool, device=device)
+    return place_of_rank(call.keep)[:, :how_many], wanted < call.keep.sum(-1, keepdim=True)
 
 
 def _pick(x: Tensor, position: Tensor) -> Tensor:
@@ -155,7 +157,7 @@ def _pick(x: Tensor, position: Tensor) -> Tensor:
 def _first_keys(q: Tensor, k: Tensor, v: Tensor, call: Call, shared: int, left: int, right: int) -> blocks.Part:
     """The sinks and global keys, where they lie outside the query's own window: each key counts once."""
     n = q.shape[-2]
-    position, exists = _first_tokens(call, n, shared, q.device)  # (B or 1, shared)
+    position, exists = _first_tokens(call, shared, q.device)  # (B or 1, shared)
     apart = position[:, None, :] - torch.arange(n, device=q.device)[:, None]  # (B or 1, n, shared)
     allowed = exists[:, None, :] & ((apart < -left) | (apart > right))
     if call.is_causal:
@@ -169,7 +171,7 @@ def _replace_global_rows(
 ) -> tuple[Tensor, Tensor]:
     """The queries of global tokens see everything that padding and causality allow."""
     n = q.shape[-2]
-    position, _ = _first_tokens(call, n, rows, q.device)
+    position, _ = _first_tokens(call, rows, q.device)
     scores = _pick(q, position) @ k.mT * call.scale  # (B, H, rows, n)
     if call.keep is not None:
         scores = scores.masked_fill(~call.keep[:, None, None, :], -torch.inf)

@@ -15,8 +15,8 @@ from sparing.call import Call
 from sparing.maths import dense
 from sparing.maths.collisions import Sampler, collision_sums
 from sparing.maths.hashing import HASHES_AT_ONCE
-from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob
-from sparing.state import DepthwiseConvolution, convolution_of
+from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.state import add_convolution, beside_convolution, check_width, convolution_of, learned_convolution
 
 _MOST_BITS = 16
 _STEEPEST = math.cos(1e-3)
@@ -47,7 +47,11 @@ class Yoso(Method):
         f' = bits f / (pi (1 - arccos(x) / pi) sqrt(1 - x^2)), with |x| clipped at cos(0.001); it visits every pair that
         collides, at worst all of them.
     convolution: width of a learned depth-wise convolution of the values, added to the normalised output; odd; None for
-        none. Its weights live in a module: see `sparing.nn.MultiheadAttention`.
+        none. It sees later tokens, so it cannot be causal, and needs n_q = n_k. Its weights live in a module: see
+        `sparing.nn.MultiheadAttention`.
+
+    `inspect()` notes the codes of all hashes, `query_codes` [B, H, n_q, hashes] and `key_codes` [B, H, n_k, hashes]
+    (not with `expectation`), and how many `bits` [B] each item's codes have.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="yoso(hashes=32)", is_causal=True, seed=0).shape
@@ -69,23 +73,14 @@ class Yoso(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.convolution is not None and self.convolution % 2 == 0:
-            raise ValueError(f"yoso: convolution={self.convolution} must be odd, or the output would be shifted")
+        check_width(self.name, self.convolution)
 
     def claims(self) -> Supports:
-        return replace(type(self).supports, stochastic=not self.expectation)
+        return beside_convolution(replace(type(self).supports, stochastic=not self.expectation), self.convolution)
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
-        if self.convolution is None:
-            return
-        convolution_of(call, self.name, self.convolution)
-        if call.is_causal:
-            raise Unsupported(
-                f"yoso(convolution={self.convolution}) does not support is_causal=True: the convolution sees later "
-                "tokens; set convolution=None"
-            )
-        if q.shape[-2] != k.shape[-2]:
-            raise Unsupported(f"yoso(convolution={self.convolution}) needs n_q == n_k; set convolution=None")
+        if self.convolution is not None:
+            convolution_of(call, self.name, self.convolution, q.shape[1])
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k = (unit_rows(x, 1e-12) for x in (q, k))
@@ -119,7 +114,7 @@ class Yoso(Method):
         powers = 2 ** torch.arange(_MOST_BITS, device=k.device)
         bits = (count.unsqueeze(-1) > powers).sum(-1).clamp_min(1)  # log2, rounded up, at most 16
         bits = bits if self.bits is None else torch.full_like(bits, self.bits)
-        call.note(bits=bits)
+        call.note(bits=bits.expand(k.shape[0]))
         return bits
 
     def _sampler(self, q: Tensor, k: Tensor, call: Call) -> Sampler:
@@ -135,10 +130,10 @@ class Yoso(Method):
 
     def _normalized(self, sums: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.normalize == "l2":  # eq. 6
-            out = unit_rows(sums, torch.finfo(sums.dtype).tiny * 1e8)
+            out = unit_rows(sums, dense.smallest(sums.dtype))
         else:
             out = dense.divide_rows(sums[..., :-1], sums[..., -1:]) if self.normalize == "sum" else sums
-        return out if self.convolution is None else out + convolution_of(call, self.name, self.convolution)(v)
+        return add_convolution(out, v, call, self.name, self.convolution)
 
     def exact_target(self) -> Method | None:
         return None if self.expectation else replace(self, expectation=True)
@@ -147,7 +142,7 @@ class Yoso(Method):
         return replace(self, expectation=True)
 
     def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:
-        return None if self.convolution is None else DepthwiseConvolution(heads, self.convolution)
+        return learned_convolution(heads, self.convolution)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         units, width = shape.batch * shape.heads, shape.value_dim + (self.normalize == "sum")
@@ -155,7 +150,7 @@ class Yoso(Method):
         tokens = shape.queries + shape.keys
         filters = 2 * shape.keys * shape.value_dim * (self.convolution or 0)
         if self.expectation:
-            work = shape.pairs * (2 * shape.head_dim + 4 + 2 * width)
+            work = float(shape.queries * shape.keys * (2 * shape.head_dim + 4 + 2 * width))  # hidden pairs too
             memory, touched = 8.0 * shape.queries * shape.keys, shape.pairs / max(shape.queries, 1)
         else:
             work = self.hashes * tokens * (2.0 * shape.head_dim * bits + width)

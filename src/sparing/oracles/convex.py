@@ -35,6 +35,7 @@ def caratheodory(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     >>> few.shape, torch.allclose(share.float() @ values[few], weights @ values, atol=1e-6)
     (torch.Size([4]), True)
     """
+    _check_shapes(weights, values)
     return value_aware(weights, values, min(weights.shape[-1], values.shape[-1] + 1))
 
 
@@ -45,13 +46,18 @@ def value_aware(
 
     Exact optimum for one key. From e + 1 keys on, or from as many as there are, the mean itself. In between a greedy
     pursuit with the guarantee |error|^2 <= sum_i w_i |v_i - o|^2 / keys, never worse than the `keys` largest weights.
-    The weights found are free: non-negative, of sum one, unrelated to the given ones.
+    The weights found are free: non-negative, of sum one, unrelated to the given ones. The plain pursuit keeps the
+    optimum for one key and the guarantee, and is the mean itself only with room for all keys.
 
     weights: [..., n], non-negative, of sum one; a row of zeros gives zeros. values: [..., n, e]; the leading axes
         broadcast, and a last leading axis of one is shared by all queries of the weights.
     allowed: [..., n] boolean, the keys that may be used; None for those of positive weight.
-    corrective: find the best weights on the support after each key. False is the plain pursuit.
+    corrective: find the best weights on the support after each key. False is the plain pursuit, which can be worse
+        than the `keys` largest weights.
     """
+    for name, given, kind in (("keys", keys, int), ("corrective", corrective, bool)):
+        if type(given) is not kind:
+            raise TypeError(f"{name}={given!r} must be of type {kind.__name__}")
     if keys < 1:
         raise ValueError(f"keys={keys!r} must be at least 1")
     weights, values, allowed, lead = _grouped(weights, values, allowed)
@@ -75,14 +81,8 @@ def _grouped(
     weights: Tensor, values: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, torch.Size]:
     """Weights as (G, Q, n) and values as (G, n, e), shared by a group's queries, or (1, Q, n, e); the leading shape."""
-    if weights.ndim < 1 or values.ndim < 2 or weights.shape[-1] != values.shape[-2] or 0 in values.shape[-2:]:
-        shapes = f"weights {list(weights.shape)} and values {list(values.shape)}"
-        raise ValueError(f"weights must be [..., n] and values [..., n, e] with n, e >= 1, got {shapes}")
+    lead = _check_shapes(weights, values)
     n, width = values.shape[-2:]
-    try:
-        lead = torch.broadcast_shapes(weights.shape[:-1], values.shape[:-2])
-    except RuntimeError:
-        raise ValueError(f"weights {list(weights.shape)} and values {list(values.shape)} do not broadcast") from None
     weights, values = weights.detach().double(), values.detach().double()
     total = weights.sum(-1)
     if not bool((weights >= 0).all()) or not bool(((total == 0) | ((total - 1).abs() < 1e-2)).all()):
@@ -90,7 +90,7 @@ def _grouped(
     if not bool(values.isfinite().all()):
         raise ValueError("values must be finite")
     if allowed is not None:
-        allowed = allowed.expand(*lead, n)
+        allowed = _broadcast(allowed, (*lead, n))
         if bool((~allowed & (weights > 0)).any()):
             raise ValueError("allowed is False for a key of positive weight")
     if values.ndim == 2:
@@ -101,3 +101,29 @@ def _grouped(
         groups, values = 1, values.expand(*lead, n, width).reshape(1, -1, n, width)
     weights = weights.expand(*lead, n).reshape(groups, -1, n)
     return weights, values, allowed if allowed is None else allowed.reshape(weights.shape), lead
+
+
+def _check_shapes(weights: Tensor, values: Tensor) -> torch.Size:
+    """The leading shape of both together."""
+    for name, given in (("weights", weights), ("values", values)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if not given.is_floating_point():
+            raise TypeError(f"{name} has dtype {given.dtype}; use a floating point type")
+    shapes = f"weights {list(weights.shape)} and values {list(values.shape)}"
+    if weights.ndim < 1 or values.ndim < 2 or weights.shape[-1] != values.shape[-2] or 0 in values.shape[-2:]:
+        raise ValueError(f"weights must be [..., n] and values [..., n, e] with n, e >= 1, got {shapes}")
+    try:
+        return torch.broadcast_shapes(weights.shape[:-1], values.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"{shapes} do not broadcast") from None
+
+
+def _broadcast(allowed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+        kind = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
+        raise TypeError(f"allowed must be a boolean tensor [..., n], got {kind}")
+    try:
+        return allowed.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"allowed {list(allowed.shape)} does not broadcast to {list(shape)}") from None

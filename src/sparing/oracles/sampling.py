@@ -107,7 +107,10 @@ class Sampled(Method):
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         m, units = self.samples, shape.batch * shape.heads
-        # All weights and their running sum (of which a proposal by deviation needs the output too), then m rows.
-        dense_work = 2 * shape.head_dim + 2 + (4 * shape.value_dim if self.proposal == "deviation" else 1)
-        work = shape.pairs * dense_work + shape.queries * m * (2 * shape.value_dim + 2)
+        # All weights, hidden ones too, their running sum, and the samples as weights that are mostly zero. A proposal
+        # by deviation needs the output and the distances of all values from it.
+        each = (
+            2 * shape.head_dim + 3 + 2 * shape.value_dim + (5 * shape.value_dim if self.proposal == "deviation" else 0)
+        )
+        work = float(shape.queries * (shape.keys * each + 2 * m))
         return Cost(units * work + shape.projection_flops, 32.0 * pairs_held(shape), m)

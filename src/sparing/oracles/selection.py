@@ -57,8 +57,8 @@ class TopKeys(Method):
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         r, units = min(self.keys, shape.keys), shape.batch * shape.heads
-        # All scores, a comparison each to find the largest, then softmax and output on those.
-        work = shape.pairs * (2 * shape.head_dim + 1) + shape.queries * r * (1 + 2 * shape.value_dim)
+        # All scores, hidden ones too, a comparison each to find the largest, and weights that are mostly zero.
+        work = float(shape.queries * shape.keys * (2 * shape.head_dim + 2 + 2 * shape.value_dim))
         return Cost(units * work + shape.projection_flops, 12.0 * pairs_held(shape), r)
 
 
@@ -70,13 +70,13 @@ class ValueAware(Method):
 
     The weights are free, unrelated to the attention weights. One key: the optimum, the value nearest to o_i. From
     e + 1 keys on (e the width of a value): o_i itself, by Caratheodory's theorem. In between a greedy pursuit, not the
-    optimum; its squared error is at most sum_j alpha_ij |v_j - o_i|^2 / keys, and never above that of `top_keys`. A
-    yardstick, not a product: it needs o_i. Computed in float64. `inspect()` notes `indices` and `weights` [B, H, n_q,
-    keys] and `error`, the distance |o_i - out_i|.
+    optimum; its squared error is at most sum_j alpha_ij |v_j - o_i|^2 / keys and, if `corrective`, never above that of
+    `top_keys`. A yardstick, not a product: it needs o_i. Computed in float64. `inspect()` notes `indices` and `weights`
+    [B, H, n_q, keys] and `error`, the distance |o_i - out_i|.
 
     keys: values that an output is made of, at most.
     corrective: after each new key, find the best weights for all keys so far. False is the plain pursuit, which keeps
-        the bound but not the exactness at e + 1 keys.
+        the bound, but neither the exactness at e + 1 keys nor the comparison with `top_keys`.
 
     >>> q, k, v = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64).unbind(0)
     >>> exact = sparing.attention(q, k, v)
@@ -114,6 +114,9 @@ class ValueAware(Method):
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         d, e, units = shape.head_dim, shape.value_dim, shape.batch * shape.heads
         r = min(self.keys, e + 1, shape.keys)
-        scan = shape.pairs * (2 * d + 1 + 2 * e + r * (2 * e + 8))  # exact attention, then all keys once per atom
-        solve = shape.queries * r * (r**3 / 3 + 2 * r * r * e) if self.corrective else 0.0
+        # Logits, output, distances and the weighted sum of the values, then all keys once per atom.
+        scan = shape.queries * shape.keys * (2 * d + 9 * e + 1 + r * (2 * e + 8))
+        # Weights on the atoms after each, for the greedy ones and for the largest weights.
+        turns = 0 if not self.corrective else 1 if r in (1, e + 1, shape.keys) else 2
+        solve = turns * shape.queries * r * (r**3 / 3 + 2 * r * r * e + 16 * r * e)
         return Cost(units * (scan + solve) + shape.projection_flops, 32.0 * pairs_held(shape), r)
