@@ -24,14 +24,16 @@ from methods import Row
 __all__ = ["CHECKS"]
 
 
-def _expect_refusal(row: Row, what: str, call: Callable[[], object]) -> None:
+def _expect_refusal(row: Row, what: str, word: str, call: Callable[[], object]) -> None:
+    """The call is refused; the message names the method and the argument, and after a semicolon the way out."""
     try:
         call()
     except Unsupported as error:
         message = str(error)
     else:
         raise AssertionError(f"{row.spec}: {what} is not claimed, and was not refused")
-    assert row.method.name in message, f"{row.spec}: the refusal of {what} does not name the method: {message}"
+    for needed in (row.method.name, word, ";"):
+        assert needed in message, f"{row.spec}: the refusal of {what} lacks {needed!r}: {message}"
 
 
 @check("capabilities")
@@ -43,47 +45,54 @@ def capabilities(row: Row, impl: str) -> None:
     crossed = make(m, n_q=12, n_k=15)
     keep = keys_mask(padding("right", 2, 12))
     by_query = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.7
-    requests: list[tuple[str, bool, Callable[[], Tensor]]] = [
-        ("is_causal", can.causal, lambda: run(m, x, impl=impl, is_causal=True)),
-        ("key padding", can.key_padding, lambda: run(m, x, impl=impl, attn_mask=keep)),
-        ("a boolean mask", bool(can.attn_mask), lambda: run(m, x, impl=impl, attn_mask=by_query)),
-        ("an additive mask", can.attn_mask == "any", lambda: run(m, x, impl=impl, attn_mask=torch.randn(12, 12))),
-        ("a key bias", can.attn_mask == "any", lambda: run(m, x, impl=impl, attn_mask=torch.randn(2, 1, 1, 12))),
-        ("cross attention", can.cross_attention, lambda: run(m, crossed, impl=impl)),
-        ("gqa", can.gqa, lambda: run(m, grouped, impl=impl, enable_gqa=True)),
-        ("dropout", can.dropout, lambda: run(m, x, impl=impl, dropout_p=0.5)),
+    bias = torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+    requests: list[tuple[str, str, bool, Callable[[], Tensor]]] = [
+        ("is_causal", "is_causal", can.causal, lambda: run(m, x, impl=impl, is_causal=True)),
+        ("key padding", "key padding", can.key_padding, lambda: run(m, x, impl=impl, attn_mask=keep)),
+        ("a boolean mask", "attn_mask", bool(can.attn_mask), lambda: run(m, x, impl=impl, attn_mask=by_query)),
+        ("an additive mask", "attn_mask", can.attn_mask == "any", lambda: run(m, x, impl=impl, attn_mask=bias)),
+        ("a key bias", "attn_mask", can.attn_mask == "any", lambda: run(m, x, impl=impl, attn_mask=bias[:1])),
+        ("cross attention", "n_q", can.cross_attention, lambda: run(m, crossed, impl=impl)),
+        ("gqa", "enable_gqa", can.gqa, lambda: run(m, grouped, impl=impl, enable_gqa=True)),
+        ("dropout", "dropout_p", can.dropout, lambda: run(m, x, impl=impl, dropout_p=0.5)),
     ]
-    for what, claimed, call in requests:
+    for what, word, claimed, call in requests:
         if claimed:
             out = call()
             assert out.isfinite().all(), f"{row.spec}: {what} gives non-finite numbers"
         else:
-            _expect_refusal(row, what, call)
+            _expect_refusal(row, what, word, call)
+    learned = bias.clone().requires_grad_()
+    if can.attn_mask == "any" and can.gradient == "full":
+        (found,) = torch.autograd.grad(run(m, x, impl=impl, attn_mask=learned).square().sum(), learned)
+        assert bool((found != 0).any()), f"{row.spec}: no gradient reaches a learned attn_mask"
+    else:
+        _expect_refusal(row, "a learned mask", "attn_mask", lambda: run(m, x, impl=impl, attn_mask=learned))
     y = tracked(x)
-    asked = {"q": replace(x, q=y.q), "k": replace(x, k=y.k), "value": x.with_payload(y.payload)}
+    asked = {"query": replace(x, q=y.q), "key": replace(x, k=y.k), "value": x.with_payload(y.payload)}
     for name, z in asked.items():
         if can.gradient == "full" or (can.gradient == "values" and name == "value"):
             assert run(m, z, impl=impl).requires_grad, f"{row.spec}: no gradient reaches {name}"
         else:
-            _expect_refusal(row, f"a gradient for {name}", lambda z=z: run(m, z, impl=impl))
+            _expect_refusal(row, f"a gradient for {name}", f"gradient for {name}", lambda z=z: run(m, z, impl=impl))
             with torch.no_grad():
                 assert run(m, z, impl=impl).isfinite().all()
     inspected = sparing.inspect(x.q, x.k, x.value, method=m, seed=0, impl=impl)
     assert (inspected.lse is not None) == can.lse, f"{row.spec}: claims lse={can.lse}, inspect() disagrees"
     close(row, "inspect() against attention()", inspected.output, run(m, x, impl=impl), 1e-5)
     if can.projection:
-        _expect_refusal(row, "a projected value", lambda: sparing.attention(x.q, x.k, x.k, method=m))
+        _expect_refusal(row, "a projected value", "value", lambda: sparing.attention(x.q, x.k, x.k, method=m))
     else:
         width = 5
         value = Projection(torch.randn(2, 12, width), torch.randn(2 * 6, width), torch.randn(12))
         out = sparing.attention(x.q, x.k, value, method=m, seed=0, impl=impl)
         same(row, "Projection", out, sparing.attention(x.q, x.k, value.project(2), method=m, seed=0, impl=impl))
-    _expect_refusal(row, "impl='native'", lambda: run(m, x, impl="native"))
+    _expect_refusal(row, "impl='native'", "impl", lambda: run(m, x, impl="native"))
 
 
 @check("causal leak", lambda row: row.supports.causal)
 def causal_leak(row: Row, impl: str) -> None:
-    """Replacing later tokens by noise, NaN or huge numbers changes no earlier output and no earlier gradient."""
+    """Noise, NaN or huge numbers later change no earlier output and gradient, and no gradient reaches later tokens."""
     for n, t in ((9, 0), (33, 20), (100, 63)):
         x = make(row.method, n_q=n)
         weight = torch.randn(2, 2, t + 1, 6, generator=torch.Generator().manual_seed(5))
@@ -104,6 +113,8 @@ def causal_leak(row: Row, impl: str) -> None:
             same(row, f"outputs up to {t} of {n} with {what} later", after, before)
             if differentiable(row):
                 for name, a, b in zip("qkv", gradients(z, after, weight), wanted, strict=True):
+                    late = a[..., t + 1 :, :]
+                    assert bool((late == 0).all()), f"{row.spec}: grad_{name} reaches tokens after {t} of {n} ({what})"
                     same(row, f"grad_{name} up to {t} of {n} with {what} later", a[..., : t + 1, :], b[..., : t + 1, :])
 
 
@@ -174,6 +185,12 @@ def batch_invariance(row: Row, impl: str) -> None:
         mask = None if keep is None else keys_mask(keep)
         other = run(row.method, wild, impl=impl, attn_mask=mask, is_causal=causal)
         close(row, f"other batch-mate, {what}", other[:2], out[:2], 1e-6)
+        # Logits in the thousands amplify float32 rounding, which may differ by batch; in float64 it stays invisible.
+        wide = wild.map(lambda t: t.double())
+        whole = run(row.method, wide, impl=impl, attn_mask=mask, is_causal=causal)
+        mask = None if keep is None else keys_mask(keep[2:])
+        alone = run(row.method, wide.item(slice(2, 3)), impl=impl, attn_mask=mask, is_causal=causal)
+        close(row, f"wild item alone, {what}", whole[2:], alone, 1e-6)
         mask = None if keep is None else keys_mask(keep.flip(0))
         turned = run(row.method, x.item(torch.tensor([2, 1, 0])), impl=impl, attn_mask=mask, is_causal=causal)  # type: ignore[arg-type]
         close(row, f"other slot, {what}", turned.flip(0), out, 1e-6)
@@ -185,20 +202,18 @@ def gqa_equals_repeat(row: Row, impl: str) -> None:
     x = make(row.method, heads=4, kv_heads=2)
     for causal in {False, row.supports.causal}:
         out = run(row.method, x, impl=impl, enable_gqa=True, is_causal=causal)
-        if isinstance(x.value, Projection):
-            # Sample counts follow the group's largest weight, so compare with one call per group instead.
-            weight, bias = (t.unflatten(0, (2, -1)) for t in x.value[1:] if t is not None)
-            for g in range(2):
-                value = Projection(x.value.x, weight[g], bias[g])
-                alone = sparing.attention(
-                    x.q[:, 2 * g : 2 * g + 2], x.k[:, g : g + 1], value, enable_gqa=True, is_causal=causal,
-                    method=row.method, seed=0, impl=impl, streams=[g],  # type: ignore[arg-type]
-                )  # fmt: skip
-                close(row, f"group {g} alone, causal={causal}", out[:, 2 * g : 2 * g + 2], alone, 1e-6)
-        else:
+        for g in range(2):  # a group alone, with its stream
+            if isinstance(x.value, Projection):
+                weight, bias = (t.unflatten(0, (2, -1))[g] for t in x.value[1:] if t is not None)
+                value: Tensor | Projection = Projection(x.value.x, weight, bias)
+            else:
+                value = x.value[:, g : g + 1]
+            one = Inputs(x.q[:, 2 * g : 2 * g + 2], x.k[:, g : g + 1], value)
+            alone = run(row.method, one, impl=impl, enable_gqa=True, is_causal=causal, streams=[g])
+            close(row, f"group {g} alone, causal={causal}", out[:, 2 * g : 2 * g + 2], alone, 1e-6)
+        if isinstance(x.value, Tensor):  # sample counts of a Projection follow the largest weight of a group
             k, v = (t.repeat_interleave(2, 1) for t in (x.k, x.value))
-            repeated = Inputs(x.q, k, v)
-            wanted = run(row.method, repeated, impl=impl, streams=[0, 0, 1, 1], is_causal=causal)
+            wanted = run(row.method, Inputs(x.q, k, v), impl=impl, streams=[0, 0, 1, 1], is_causal=causal)
             close(row, f"repeated heads, causal={causal}", out, wanted, 1e-6)
 
 
@@ -239,6 +254,7 @@ def mask_formats(row: Row, impl: str) -> None:
     close(row, "zero bias", run(row.method, x, impl=impl, attn_mask=torch.zeros(2, 1, 1, 33)), plain, 1e-6)
     keep = padding("right", 2, 33)
     wanted = run(row.method, x, impl=impl, attn_mask=keys_mask(keep))
+    assert not torch.equal(wanted, plain), f"{row.spec}: padding changes nothing"
     for what, low in (("-inf", -torch.inf), ("lowest finite", torch.finfo(torch.float32).min)):
         additive = torch.zeros(2, 1, 1, 33).masked_fill(~keys_mask(keep), low)
         same(row, f"additive {what}", run(row.method, x, impl=impl, attn_mask=additive), wanted)
@@ -247,6 +263,12 @@ def mask_formats(row: Row, impl: str) -> None:
     if row.supports.attn_mask:
         full = expanded.contiguous()
         close(row, "written out", run(row.method, x, impl=impl, attn_mask=full), wanted, 1e-5)
+        by_query = torch.rand(2, 1, 33, 33, generator=torch.Generator().manual_seed(1)) < 0.7
+        seen = run(row.method, x, impl=impl, attn_mask=by_query)
+        assert not torch.equal(seen, plain), f"{row.spec}: a mask by query changes nothing"
+        if row.supports.attn_mask == "any":
+            additive = torch.zeros(2, 1, 33, 33).masked_fill(~by_query, -torch.inf)
+            close(row, "by query, additive", run(row.method, x, impl=impl, attn_mask=additive), seen, 1e-6)
 
 
 @check("nan stays")

@@ -171,4 +171,26 @@ def hard_cases(method: sparing.Method, dtype: torch.dtype = torch.float32) -> di
         "logits of 1e4": huge,
         "one huge value": x.with_payload(x.payload * norms),
         "width one": make(method, n_q=9, d=1, e=1, dtype=dtype),
+        **_patterns(x),
+    }
+
+
+def _patterns(x: Inputs) -> dict[str, Inputs]:
+    """Attention of a known form, on 33 tokens of width 8."""
+    u = torch.zeros(8, dtype=x.q.dtype)
+    u[0] = 1.0
+    token = torch.arange(33)
+    angle = 2 * math.pi / 33 * token[:, None] * torch.tensor([1, 2, 4, 8])
+    place = torch.cat([angle.cos(), angle.sin()], -1).to(x.q.dtype)  # closest to those of the neighbours
+    across, direction = x.k * (1 - u), x.k / x.k.norm(dim=-1, keepdim=True)
+    return {
+        "two equal peaks": replace(
+            x, q=x.q + 12 * u, k=torch.where(((token == 5) | (token == 20))[:, None], 4 * u, x.k)
+        ),
+        "heavy-hitter key": replace(x, q=x.q + 6 * u, k=torch.where((token == 7)[:, None], 30 * u, x.k)),
+        "strictly local": replace(x, q=(10 * place).expand_as(x.q).clone(), k=place.expand_as(x.k).clone()),
+        "strictly global": replace(
+            x, q=(60 * u).expand_as(x.q).clone(), k=torch.where((token == 32)[:, None], u, across)
+        ),
+        "one-hot attention": replace(x, q=1e3 * direction.roll(11, -2), k=direction),
     }

@@ -143,6 +143,39 @@ def test_memory_grows_with_neither_the_square_of_the_length_nor_the_hashes(causa
     assert long > 3.5 * short, "the control: the dense reference is quadratic"
 
 
+def visits(n: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pairs of tokens, and tokens in outer products, that the backward pass of two large buckets visits."""
+    method, seen = Yoso(hashes=2, bits=1), []
+    pair_sums, packed = tables._pair_sums, tables._packed
+
+    def count_pairs(mine, left, point, start, stop, slope):
+        seen.append(int((stop - start).sum()))
+        return pair_sums(mine, left, point, start, stop, slope)
+
+    def count_rows(rows, slot, tiles):
+        seen.append(len(rows))
+        return packed(rows, slot, tiles)
+
+    x = tracked(make(method, batch=1, n_q=n, d=16, e=16))
+    out = run(method, x, is_causal=causal).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_pair_sums", count_pairs)
+        patch.setattr(tables, "_packed", count_rows)
+        out.backward()
+    return sum(seen)
+
+
+@pytest.mark.parametrize("choice", ["as it is", "always pairs"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_work_in_large_buckets_grows_with_the_length(causal, choice, monkeypatch):
+    if choice == "always pairs":  # the control: no bucket is worth an outer product
+        monkeypatch.setattr(tables, "_prefers_tiles", lambda r, c, left, point: torch.zeros_like(c, dtype=torch.bool))
+        monkeypatch.setattr(tables, "_TILE", 10**4)
+    short, long = (visits(n, causal, monkeypatch) for n in (500, 2000))
+    assert short > 500
+    assert (long <= 4.2 * short) == (choice == "as it is"), f"{short} visits at 500 tokens, {long} at 2000"
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_threads_do_not_change_a_bit(causal):
     x = tracked(clustered(200, dtype=torch.float32))

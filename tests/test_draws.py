@@ -1,6 +1,9 @@
 """The counter-based generator: published known answers, layout, moments, independence, and folded seeds."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -112,6 +115,39 @@ def test_every_part_of_the_key_matters():
     assert not torch.equal(base[0], base[1])
     again = Draws(0, torch.tensor([1, 0, 1])).bits("x", 64)  # the stream decides, not the slot
     assert torch.equal(again, base[[1, 0, 1]])
+
+
+def test_known_answer_of_a_draw():
+    """Seed, purpose, stream and index meet in the counter as they always did: results stay what they were."""
+    found = Draws(1 + 2**40, torch.tensor([0, 7])).bits("x", 4)
+    assert found.tolist() == [
+        [0xDEE0E53D, 0xDE482F7E, 0x4CF4F866, 0x0654658B],
+        [0x79108D8A, 0x12BDDD00, 0xB3BFEEC8, 0xEBA52421],
+    ]
+
+
+# What a fresh process prints: a digest of two stochastic methods, and what `hash(purpose)` would have made of a draw.
+PROGRAM = """
+import hashlib, torch, sparing
+from sparing.draws import Draws
+q, k, v = (torch.sin(torch.arange(3.0 * 2 * 40 * 8) * 0.7).view(3, 1, 2, 40, 8) * 2).unbind(0)
+digest = hashlib.sha256()
+for method in ("random_features(features=16)", "yoso(hashes=4)"):
+    digest.update(sparing.attention(q, k, v, method=method, seed=5).numpy().tobytes())
+print(digest.hexdigest(), Draws(hash("x") & 0xFFFF, torch.tensor([0])).bits("x", 4).tolist())
+"""
+
+
+def test_another_process_draws_the_same():
+    printed = []
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        printed.append(done.stdout.split(maxsplit=1))
+    assert printed[0][0] == printed[1][0]
+    assert printed[0][1] != printed[1][1], "the control: a draw that is keyed by hash() differs between processes"
 
 
 def test_the_global_generator_is_not_touched():

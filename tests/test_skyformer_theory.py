@@ -7,9 +7,11 @@ import torch
 from scipy import stats
 
 import sparing
+from sparing.maths.linalg import degree_scaled, inverse_iteration, iterated_inverse
+from sparing.methods.skyformer import gaussian
 
-from inputs import make, relative, run
-from lift import draw, lifted, norm
+from inputs import Inputs, keys_mask, make, padding, relative, run
+from lift import KINDS, data, draw, lifted, lowest, norm
 
 
 def circle(n, seed=0):
@@ -80,3 +82,66 @@ def test_a_permutation_changes_nothing_on_average():
     assert float(((means[0] - means[1]) / (spreads[0] + spreads[1]).sqrt()).abs().max()) < 5.2
     single = [run("skyformer(landmarks=6)", y, seed=0) for y in (x, x.tokens(turn))]
     assert relative(single[1][:, :, turn.argsort()], single[0]) > 1e-3  # for one seed the order does matter
+
+
+def middle(kind, gamma):
+    """M + gamma I of 44 landmarks, two heads."""
+    rows = torch.cat(data(kind), -2)[0] / math.sqrt(math.sqrt(data(kind)[0].shape[-1]))
+    return gaussian(rows, rows) + gamma * torch.eye(44, dtype=torch.float64)
+
+
+def from_transpose(w, steps, scale=1.0):
+    """The same iteration from the start of the authors' code, A^T / |A|_1, times a factor."""
+    a, root = degree_scaled(w)
+    start = scale * a.mT / a.abs().sum(-2).amax(-1)[..., None, None]
+    return inverse_iteration(a, start, steps) * root.unsqueeze(-1) * root.unsqueeze(-2)
+
+
+def assert_below_the_inverse(z, w):
+    """Z <= W^-1 in the Loewner order, as W^1/2 Z W^1/2 <= I, which is not blown up by the inverse."""
+    values, vectors = torch.linalg.eigh(w)
+    half = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
+    eye = torch.eye(w.shape[-1], dtype=w.dtype)
+    assert lowest(eye - half @ z @ half) >= -1e-8, "the iteration exceeds the inverse"
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_stays_below_the_inverse_from_both_starts(kind, gamma):
+    w = middle(kind, gamma)
+    for start in (iterated_inverse, from_transpose):
+        for steps in (0, 1, 2, 4, 8):
+            assert_below_the_inverse(start(w, steps), w)
+
+
+def test_a_start_beyond_the_inverse_does_not_stay_below():
+    with pytest.raises(AssertionError, match="exceeds the inverse"):
+        assert_below_the_inverse(from_transpose(middle("narrow", 0.1), 1, scale=1.5), middle("narrow", 0.1))
+
+
+def test_six_steps_from_the_identity_are_enough_for_128_landmarks():
+    """The start of the authors' code, whose small eigenvalues are squared, is far from it after as many."""
+    rows = 0.7 * draw(128, 8)
+    w = gaussian(rows, rows) + 0.1 * torch.eye(128, dtype=torch.float64)
+    identity, transpose = (
+        float(norm(torch.eye(128, dtype=torch.float64) - w @ z)) for z in (iterated_inverse(w, 6), from_transpose(w, 6))
+    )
+    assert identity < 0.1
+    assert transpose > 0.5
+
+
+@pytest.mark.parametrize("sampling", ["without_replacement", "half", "iid"])
+@pytest.mark.parametrize("kind", ["left", "right", "both", "holes"])
+def test_the_bound_of_a_padded_sequence_is_that_of_the_sequence_alone(kind, sampling):
+    spec = f"skyformer(landmarks=9, sampling={sampling})"
+    x = make(sparing.method(spec), n_q=40, dtype=torch.float64)
+    keep = padding(kind, 2, 40)
+
+    def bound(y: Inputs, mask=None):
+        return sparing.inspect(y.q, y.k, y.value, mask, method=spec, seed=0).statistics["bound"]
+
+    padded = bound(x, keys_mask(keep))
+    for b in range(2):
+        alone = bound(x.item(slice(b, b + 1)).tokens(keep[b].nonzero().squeeze(-1)))
+        torch.testing.assert_close(padded[b : b + 1], alone, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(padded, bound(x), rtol=1e-3), "padding counts"

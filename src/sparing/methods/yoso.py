@@ -41,8 +41,9 @@ class Yoso(Method):
         then uses other codes than one on the whole; set `bits` where prefixes must agree.
     expectation: use f itself instead of B (the paper's YOSO-E); the cost is quadratic.
     normalize: "l2" divides each row by its length, "sum" by the sum of its weights, "none" by nothing.
-    hash: "hadamard" draws hyperplanes from randomly signed Hadamard matrices, "gaussian" from the normal law. Below
-        width 16 both are "gaussian".
+    hash: "hadamard" draws hyperplanes from randomly signed Hadamard matrices, "gaussian" from the normal law, which is
+        exact for every input; vectors with only two entries can collide up to a fifth too rarely under "hadamard".
+        Below width 16 both are "gaussian".
     gradient: "lower_bound" puts bits f / 2 in place of f', as in the paper, which stays finite. "exact" uses
         f' = bits f / (pi (1 - arccos(x) / pi) sqrt(1 - x^2)), with |x| clipped at cos(0.001); it visits every pair that
         collides, at worst all of them.
