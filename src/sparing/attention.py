@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparing.call import Call
-from sparing.check import Inputs, check_call, check_inputs
+from sparing.check import check_call, check_inputs
 from sparing.draws import Draws
 from sparing.method import Method, Projection
 from sparing.method import method as _method
@@ -127,73 +127,56 @@ def _run(
     check_call(chosen, inputs, is_causal, impl)
     # Methods compute in float32 or better; an autocast around the call would undo that inside.
     with torch.autocast(query.device.type, enabled=False):
-        return _compute(chosen, inputs, query, key, value, is_causal, seed, impl, query_mask, streams, state, notes)
+        q, k, groups = query, key, inputs.groups
+        v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
+        if query.dtype in (torch.float16, torch.bfloat16):  # accumulate in float32
+            q, k = q.float(), k.float()
+            v = v.map(Tensor.float) if isinstance(v, Projection) else v.float()
+        kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
+        random = chosen.supports.stochastic or inputs.dropout_p > 0
+        mask = inputs.mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        call = Call(
+            scale=inputs.scale,
+            is_causal=is_causal,
+            keep=inputs.keep,
+            influence=inputs.influence,
+            mask=mask,
+            draws=Draws(_seed(seed, random), kv_streams.repeat_interleave(groups)),
+            groups=groups,
+            dropout_p=inputs.dropout_p,
+            slot_keyed_dropout=seed is None,
+            state=state,
+            statistics=notes,
+        )
+        chosen.check(q, k, call)
+        shape = (*query.shape[:3], inputs.value_dim)
+        if 0 in (*shape, key.shape[2]):
+            if chosen.supports.lse:
+                call.note(lse=q.new_full(query.shape[:3], -torch.inf))
+            nothing = sum(t[..., :0].sum() for _, t in inputs.tensors)  # zero, and part of every input's graph
+            return (q.new_zeros(shape) + nothing).to(query.dtype)
 
-
-def _compute(
-    chosen: Method,
-    inputs: Inputs,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | Projection,
-    is_causal: bool,
-    seed: int | None,
-    impl: Impl,
-    query_mask: Tensor | None,
-    streams: Sequence[int] | None,
-    state: nn.Module | None,
-    notes: dict[str, Tensor] | None,
-) -> Tensor:
-    q, k, groups = query, key, inputs.groups
-    v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
-    if query.dtype in (torch.float16, torch.bfloat16):  # accumulate in float32
-        q, k = q.float(), k.float()
-        v = v.map(Tensor.float) if isinstance(v, Projection) else v.float()
-    kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
-    random = chosen.supports.stochastic or inputs.dropout_p > 0
-    mask = inputs.mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
-    call = Call(
-        scale=inputs.scale,
-        is_causal=is_causal,
-        keep=inputs.keep,
-        influence=inputs.influence,
-        mask=mask,
-        draws=Draws(_seed(seed, random), kv_streams.repeat_interleave(groups)),
-        groups=groups,
-        dropout_p=inputs.dropout_p,
-        slot_keyed_dropout=seed is None,
-        state=state,
-        statistics=notes,
-    )
-    chosen.check(q, k, call)
-    shape = (*query.shape[:3], inputs.value_dim)
-    if 0 in (*shape, key.shape[2]):
-        if chosen.supports.lse:
-            call.note(lse=q.new_full(query.shape[:3], -torch.inf))
-        nothing = sum(t[..., :0].sum() for _, t in inputs.tensors)  # zero, and part of every input's graph
-        return (q.new_zeros(shape) + nothing).to(query.dtype)
-
-    clean = quarantine(q, k, v, chosen, call)
-    k = clean.k.repeat_interleave(groups, dim=1) if groups > 1 else clean.k
-    v = clean.v
-    if groups > 1 and isinstance(v, Tensor):
-        v = v.repeat_interleave(groups, dim=1)
-    compute = chosen.reference if impl == "reference" else chosen.fast
-    out = compute(clean.q, k, v, call)  # type: ignore[arg-type]  # a Projection only where the method asks for one
-    if out.shape != shape:
-        raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
-    lse = None if notes is None else notes.get("lse")
-    if clean.spoiled is not None:
-        out = out.masked_fill(clean.spoiled, torch.nan)
-        lse = None if lse is None else lse.masked_fill(clean.spoiled.any(-1), torch.nan)
-    if query_mask is not None:
-        out = out.masked_fill(~query_mask[:, None, :, None], 0.0)
-        lse = None if lse is None else lse.masked_fill(~query_mask[:, None, :], -torch.inf)
-    if lse is not None:
-        call.note(lse=lse)
-    return out.to(query.dtype)
+        clean = quarantine(q, k, v, chosen, call)
+        k = clean.k.repeat_interleave(groups, dim=1) if groups > 1 else clean.k
+        v = clean.v
+        if groups > 1 and isinstance(v, Tensor):
+            v = v.repeat_interleave(groups, dim=1)
+        compute = chosen.reference if impl == "reference" else chosen.fast
+        out = compute(clean.q, k, v, call)  # type: ignore[arg-type]  # a Projection only where the method asks for one
+        if out.shape != shape:
+            raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
+        lse = None if notes is None else notes.get("lse")
+        if clean.spoiled is not None:
+            out = out.masked_fill(clean.spoiled, torch.nan)
+            lse = None if lse is None else lse.masked_fill(clean.spoiled.any(-1), torch.nan)
+        if query_mask is not None:
+            out = out.masked_fill(~query_mask[:, None, :, None], 0.0)
+            lse = None if lse is None else lse.masked_fill(~query_mask[:, None, :], -torch.inf)
+        if lse is not None:
+            call.note(lse=lse)
+        return out.to(query.dtype)
 
 
 def _seed(seed: int | None, random: bool) -> int:
