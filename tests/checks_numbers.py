@@ -242,7 +242,17 @@ def precision(row: Row, impl: str) -> None:
 def fast_equals_reference(row: Row, impl: str) -> None:
     """Both paths give the same numbers and gradients from the same samples, for any shape, mask and scale."""
     can = row.supports
-    for n_q, n_k, d in ((1, 1, 8), (7, 7, 5), (33, 33, 8), (100, 100, 20), (65, 130, 8), (130, 65, 8), (257, 257, 16)):
+    for n_q, n_k, d in (
+        (1, 1, 8),
+        (7, 7, 5),
+        (33, 33, 8),
+        (100, 100, 20),
+        (65, 130, 8),
+        (130, 65, 8),
+        (257, 257, 16),
+        (40, 40, 48),
+        (33, 33, 128),
+    ):
         if n_q != n_k and not can.cross_attention:
             continue
         for causal in {False, can.causal}:

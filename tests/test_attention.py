@@ -197,6 +197,10 @@ def test_a_method_that_returns_the_wrong_shape_is_named():
 
 
 BAD_CALLS = {
+    "sparse": (lambda q, k, v: attention(q.to_sparse(), k, v), TypeError, ["query", "torch.sparse_coo", "to_dense()"]),
+    "state": (
+        lambda q, k, v: attention(q, k, v, method="window", state=torch.nn.Linear(2, 2)),
+        ValueError, ["state=Linear", "window", "state=None"]),
     "is_causal": (lambda q, k, v: attention(q, k, v, is_causal="False"), TypeError, ["is_causal='False'"]),
     "enable_gqa": (lambda q, k, v: attention(q, k, v, enable_gqa=1), TypeError, ["enable_gqa=1"]),
     "huge scale": (lambda q, k, v: attention(q, k, v, scale=1e37), ValueError, ["scale=1e+37", "1e8"]),

@@ -13,6 +13,8 @@ from sparing import Projection, Shape, Unsupported
 from sparing.maths.sampling import sample_counts
 from sparing.methods import monte_carlo
 
+from inputs import keys_mask, make, padding
+
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("alpha", [0.0, 1e-3, 1e-300])
@@ -278,3 +280,23 @@ def test_a_prefix_mask_is_no_guarantee_against_looking_ahead(impl):
     assert bool(((after.output - before.output)[:, :, :4].abs() > 1e-3).any())
     same = (sparing.attention(x, k, value, prefix, method=spec(0.0), impl=impl)[:, :, :8] for x in (q, other))
     assert torch.equal(*same)  # with all samples only the weights matter, and those respect the mask
+
+
+def test_the_statistics_of_a_head_are_those_of_the_head_alone():
+    """Counts, certificate and bound belong to one key-value head: its own weight, the queries of its own group."""
+    x = make(sparing.method("monte_carlo"), heads=4, kv_heads=2, n_q=20, dtype=torch.float64)
+    keep = keys_mask(padding("right", 2, 20))
+    whole = sparing.inspect(
+        x.q, x.k, x.value, keep, enable_gqa=True, method="monte_carlo(alpha=2.0)", seed=0
+    ).statistics
+    for g in range(2):
+        weight, bias = (t.unflatten(0, (2, -1))[g] for t in x.value[1:])
+        part = sparing.inspect(
+            x.q[:, 2 * g : 2 * g + 2], x.k[:, g : g + 1], sparing.Projection(x.value.x, weight, bias), keep,
+            enable_gqa=True, method="monte_carlo(alpha=2.0)", seed=0, streams=[g],
+        ).statistics  # fmt: skip
+        for name, heads in (("counts", 1), ("bound", 1), ("rate", 1), ("certificate", 2)):
+            torch.testing.assert_close(whole[name][:, heads * g : heads * (g + 1)], part[name], msg=name)
+    # Over heads, squares add: the bounds of the heads make up that of the concatenated row, with the whole weight.
+    beta = (x.value.x.norm(dim=-1) * keep[:, 0, 0]).sum(-1) / keep[:, 0, 0].sum(-1)
+    torch.testing.assert_close(whole["bound"].square().sum(-1).sqrt(), 2.0 * beta * x.value.weight.norm())

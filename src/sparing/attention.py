@@ -124,7 +124,7 @@ def _run(
     inputs = check_inputs(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed, impl, query_mask, streams
     )
-    check_call(chosen, inputs, is_causal, impl)
+    check_call(chosen, inputs, is_causal, impl, state)
     # Methods compute in float32 or better; an autocast around the call would undo that inside.
     with torch.autocast(query.device.type, enabled=False):
         q, k, groups = query, key, inputs.groups

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparing.method import Method, Projection, Unsupported
 
@@ -54,6 +54,8 @@ def check_inputs(
     for name, tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}; use a dense tensor, such as {name}.to_dense()")
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; use float32, float64, bfloat16 or float16")
         if tensor.dtype != query.dtype:
@@ -93,7 +95,7 @@ def check_inputs(
     )
 
 
-def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str) -> None:
+def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str, state: nn.Module | None) -> None:
     """Refuse what the method does not claim to support."""
     can, keep = method.supports, inputs.keep
 
@@ -131,6 +133,8 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str) -> No
             asked.append("attn_mask")
         if asked:
             refuse(f"a gradient for {', '.join(asked)}", "call it under torch.no_grad() or detach its inputs")
+    if state is not None and type(method).learned is Method.learned:
+        raise ValueError(f"state={type(state).__name__}: {label} learns nothing; pass state=None")
     if impl == "native":
         raise Unsupported(f"impl='native': there is no compiled kernel for {method.name}; use impl='auto'")
 
