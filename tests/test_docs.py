@@ -1,10 +1,15 @@
 """The pages say what the code does."""
 
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import sparing
 from sparing.report.markdown import page
+
+from checks import CHECKS
+from methods import Row
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,3 +33,17 @@ def test_the_readme_shows_both_commands():
     for target in ("compare", "test", "bench", "test-all"):
         assert f"make {target}" in text
         assert re.search(rf"^{target}:", makefile, re.M)
+
+
+def test_the_method_in_contributing_passes_the_checks(monkeypatch):
+    module = sys.modules["sparing.method"]
+    monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    names = {"dataclass": dataclass, "Method": sparing.Method, "Supports": sparing.Supports, "Cost": sparing.Cost}
+    exec(blocks[0], names)
+    assert blocks[1].strip() == 'Row("mean"),'
+    row = Row("mean")
+    ran = [name for name, check in CHECKS.items() if check.applies(row) and name != "spec and cost"]
+    assert len(ran) > 8
+    for name in ran:
+        CHECKS[name](row, "reference")
