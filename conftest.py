@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import sparing
 
@@ -17,5 +18,12 @@ def _fixed_start():
 
 
 def pytest_configure(config):
-    """Two workers share two cores; threads inside each would only fight."""
+    """Two workers share two cores; threads inside each would only fight. Property tests repeat the same examples."""
     torch.set_num_threads(1)
+    settings.register_profile(
+        "fixed",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("fixed")

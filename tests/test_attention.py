@@ -21,7 +21,7 @@ def qkv(batch=2, heads=4, n_q=9, n_k=9, d=8, e=6, kv_heads=None, dtype=torch.flo
     return [torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 3), groups=st.sampled_from([1, 2, 3]), kv_heads=st.integers(1, 3), n_q=st.integers(1, 40),
     n_k=st.integers(1, 40), d=st.integers(1, 20), e=st.integers(1, 20), causal=st.booleans(),

@@ -1,7 +1,5 @@
 """Errors, times and captured layers: numbers that can be wrong in ways a table would hide."""
 
-import time
-
 import pytest
 import torch
 
@@ -69,11 +67,21 @@ def test_error_parts_obey_the_triangle_inequality_and_mean_what_they_say(minilm_
     assert error_split("kernelized", layer.query, layer.key, layer.value).approximation == 0
 
 
-def test_speed_ratio_tells_slow_from_fast():
-    found = speed_ratio(lambda: time.sleep(0.02), lambda: time.sleep(0.005), rounds=3)
-    assert 1.5 < found.median < 4.5
-    assert found.low <= found.median <= found.high
-    assert speed_ratio(lambda: time.sleep(0.005), lambda: time.sleep(0.02), rounds=1).median < 0.7
+def test_speed_ratio_is_taken_round_by_round(monkeypatch):
+    """A clock that the two sides move by hand: the second round is ten times slower for both, the ratio is not."""
+    clock, order = [0.0], []
+
+    def side(name, seconds):
+        def run():
+            order.append(name)
+            clock[0] += seconds * (10 if len(order) in (3, 4) else 1)
+
+        return run
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    found = speed_ratio(side("base", 6.0), side("own", 2.0), rounds=3)
+    assert found == pytest.approx((3.0, 3.0, 3.0))
+    assert order == ["own", "base", "base", "own"] * 2, "one warm-up, then the order alternates"
     with pytest.raises(ValueError, match="rounds=0"):
         speed_ratio(lambda: None, lambda: None, rounds=0)
 

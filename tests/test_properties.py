@@ -8,7 +8,7 @@ from inputs import keys_mask, make, run
 from methods import ROWS
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     row=st.sampled_from(ROWS),
     batch=st.integers(1, 3),
