@@ -222,10 +222,11 @@ def _distances(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _distances_by_product(q: Tensor, k: Tensor) -> Tensor:
-    """|q_i - k_j|^2 = |q_i|^2 + |k_j|^2 - 2 q_i.k_j, rounded up to zero."""
-    squares = q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2)
-    return (
-        torch.baddbmm(squares.flatten(0, 1), q.flatten(0, 1), k.mT.flatten(0, 1), alpha=-2)
-        .clamp_min(0)
-        .view_as(squares)
-    )
+    """|q_i - k_j|^2 = |q_i|^2 + |k_j|^2 - 2 q_i.k_j, rounded up to zero.
+
+    In float64: near pairs cancel, and what float32 leaves of a distance between long vectors is rounding.
+    """
+    x, y = q.double(), k.double()
+    squares = x.square().sum(-1, keepdim=True) + y.square().sum(-1).unsqueeze(-2)
+    found = torch.baddbmm(squares.flatten(0, 1), x.flatten(0, 1), y.mT.flatten(0, 1), alpha=-2)
+    return found.clamp_min(0).view_as(squares).to(q.dtype)

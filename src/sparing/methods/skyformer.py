@@ -193,13 +193,16 @@ class Skyformer(Method):
 
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:
-    """exp(-|x_i - y_j|^2 / 2): x (..., n, d), y (..., m, d) -> (..., n, m); entries in [0, 1]."""
-    half_x, half_y = (t.square().sum(-1, keepdim=True) / -2 for t in (x, y))
+    """exp(-|x_i - y_j|^2 / 2): x (..., n, d), y (..., m, d) -> (..., n, m); entries in [0, 1].
+
+    The exponent is formed in float64: near pairs of long vectors cancel.
+    """
+    wide_x, wide_y = x.double(), y.double()
+    half_x, half_y = (t.square().sum(-1, keepdim=True) / -2 for t in (wide_x, wide_y))
     # x.y - |x|^2 / 2 - |y|^2 / 2 as one product with two more coordinates; rounding can lift it above zero.
-    exponent = (
-        torch.cat([x, half_x, torch.ones_like(half_x)], -1) @ torch.cat([y, torch.ones_like(half_y), half_y], -1).mT
-    )
-    return exponent.clamp_(max=0).exp_()
+    left = torch.cat([wide_x, half_x, torch.ones_like(half_x)], -1)
+    right = torch.cat([wide_y, torch.ones_like(half_y), half_y], -1)
+    return (left @ right.mT).clamp_(max=0).to(x.dtype).exp()
 
 
 def key_weights(k: Tensor, call: Call) -> Tensor:
