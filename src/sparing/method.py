@@ -1,7 +1,8 @@
 """What a method is: a frozen dataclass whose fields are the paper's knobs, and the spec strings that name it.
 
 A method says what it converges to (`target`), what it can do (`supports`) and how it is computed: `reference` is the
-specification in plain PyTorch, `fast` (optional) the same numbers from the same samples at the method's real cost.
+specification in plain PyTorch, `fast` (optional) the same numbers from the same samples at the method's real cost,
+`native` (optional) the same again by compiled kernels.
 Everything that is not mathematics (masks, types, heads, refusals) happens before, in `attention()`.
 """
 
@@ -149,6 +150,13 @@ class Method:
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The same numbers from the same samples as `reference`, at the method's real cost."""
         return self.reference(q, k, v, call)
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """The same numbers from the same samples, by compiled kernels; None where these do not cover the call.
+
+        Only called where kernels are loaded for the device and the type of q.
+        """
+        return None
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         """Refuse what this *setting* of the method cannot do (the class's limits are in `supports`)."""

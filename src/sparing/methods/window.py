@@ -13,6 +13,7 @@ from sparing.call import Call
 from sparing.maths import blocks, dense
 from sparing.maths.packing import place_of_rank
 from sparing.method import Cost, Method, Shape, Supports, knob, method
+from sparing.native.window import window
 
 _SCORES = 2**22  # logits that are held at once
 
@@ -82,6 +83,19 @@ class Window(Method):
         if shared:
             near = blocks.merge(near, _first_keys(q, k, v, call, shared, left, right))
         out, lse = near.finish()
+        if self.global_tokens:
+            out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
+        call.note(lse=lse)
+        return out
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        n = q.shape[-2]
+        left, right = self.sides(call)
+        shared = None
+        if count := min(max(self.sinks, self.global_tokens), n):
+            position, exists = _first_tokens(call, count, q.device)
+            shared = position.masked_fill(~exists, -1).expand(q.shape[0], -1)
+        out, lse = window(q, k, v, call.keep, shared, left, right, call.is_causal, call.scale)
         if self.global_tokens:
             out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
         call.note(lse=lse)

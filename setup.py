@@ -1,0 +1,75 @@
+"""Builds the kernels where a compiler and torch are found; without them the package works through plain PyTorch."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CSRC = Path("src/sparing/native/csrc")
+
+
+class BuildKernels(build_ext):
+    """build_ext that explains itself and goes on when the kernels cannot be built."""
+
+    def build_extension(self, extension):
+        """Compile one extension, or say why not."""
+        try:
+            self._add_torch(extension)
+            super().build_extension(extension)
+        except Exception as error:
+            if os.environ.get("SPARING_REQUIRE_KERNELS"):
+                raise
+            print(  # noqa: T201
+                f"sparing: the kernels were not built ({type(error).__name__}: {error}); every method still works, "
+                "through plain PyTorch. Install a C++20 compiler and torch, then "
+                "`pip install --no-build-isolation .` to build them.",
+                file=sys.stderr,
+            )
+
+    @staticmethod
+    def _add_torch(extension):
+        if platform.system() == "Windows":
+            raise RuntimeError("they need GCC or Clang")
+        import torch
+
+        home = Path(torch.__file__).parent
+        extension.include_dirs.append(str(CSRC))
+        extension.extra_compile_args += ["-isystem", str(home / "include")]
+        extension.library_dirs.append(str(home / "lib"))
+        extension.libraries += ["torch", "torch_cpu", "c10"]
+
+    def copy_extensions_to_source(self):
+        """Leave out what was not built."""
+        self.extensions = [e for e in self.extensions if Path(self.get_ext_fullpath(e.name)).exists() or self._built(e)]
+        super().copy_extensions_to_source()
+
+    def _built(self, extension):
+        return Path(self.build_lib, self.get_ext_filename(extension.name)).exists()
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "sparing.native._kernels",
+            sorted(str(p) for p in CSRC.glob("*.cpp")),
+            depends=sorted(str(p) for p in CSRC.glob("*.h")),
+            extra_compile_args=[
+                "-std=c++20",
+                "-O3",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+                "-Wno-psabi",  # vectors never cross a compiled boundary
+                "-DTORCH_TARGET_VERSION=0x020a000000000000",
+                *os.environ.get("SPARING_CXXFLAGS", "").split(),
+            ],
+            extra_link_args=os.environ.get("SPARING_CXXFLAGS", "").split(),
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,21 @@
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+#define SPARING_ISA avx512
+#define SPARING_NAME "avx512"
+#define SPARING_BYTES 64
+#define SPARING_REGISTERS 32
+#include "all.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+const sparing::Kernels* sparing::avx512_kernels() { return &avx512::table; }
+#else
+const sparing::Kernels* sparing::avx512_kernels() { return nullptr; }
+#endif

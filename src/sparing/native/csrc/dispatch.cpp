@@ -1,0 +1,54 @@
+// Which kernels run: the widest instruction set that this machine has, unless told otherwise.
+#include <atomic>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace sparing {
+namespace {
+
+bool has_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // asks the operating system too
+#else
+  return false;
+#endif
+}
+
+bool has_avx512() {
+#if defined(__x86_64__)
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+const Kernels* find(const char* name) {
+  const Kernels* found[] = {has_avx512() ? avx512_kernels() : nullptr, has_avx2() ? avx2_kernels() : nullptr,
+                            portable_kernels()};
+  for (const Kernels* one : found)
+    if (one && (!name || !std::strcmp(one->name, name))) return one;
+  return nullptr;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+  const Kernels* now = chosen.load(std::memory_order_acquire);
+  if (!now) chosen.store(now = find(nullptr), std::memory_order_release);
+  return *now;
+}
+
+}  // namespace sparing
+
+// For Python, through ctypes: the instruction set in use, and a change of it (0 where the machine lacks it).
+extern "C" __attribute__((visibility("default"))) const char* sparing_isa() { return sparing::kernels().name; }
+
+extern "C" __attribute__((visibility("default"))) int sparing_use_isa(const char* name) {
+  const sparing::Kernels* found = sparing::find(name);
+  if (found) sparing::chosen.store(found, std::memory_order_release);
+  return found != nullptr;
+}

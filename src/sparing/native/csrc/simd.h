@@ -1,0 +1,137 @@
+// Vectors of SPARING_BYTES bytes, written with the compiler's vector extension, so that one source serves every
+// instruction set. Included once per instruction set, inside its namespace; nothing here may come from the standard
+// library, because an inline function of it, compiled for a wide instruction set, could be linked into the others.
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(SPARING_BYTES)));
+  typedef T loose __attribute__((vector_size(SPARING_BYTES), aligned(alignof(T)), may_alias));
+};
+template <class T>
+using Vec = typename VectorOf<T>::type;
+
+template <class T>
+struct IntegerOf;
+template <>
+struct IntegerOf<float> {
+  using type = int32_t;
+};
+template <>
+struct IntegerOf<double> {
+  using type = int64_t;
+};
+template <class T>
+using Int = typename IntegerOf<T>::type;
+template <class T>
+using IntVec = Vec<Int<T>>;
+
+template <class T>
+inline constexpr int lanes = SPARING_BYTES / int(sizeof(T));
+
+#define SPARING_INLINE inline __attribute__((always_inline))
+
+template <class T>
+SPARING_INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename VectorOf<T>::loose*>(p);
+}
+
+template <class T>
+SPARING_INLINE void store(T* p, Vec<T> x) {
+  *reinterpret_cast<typename VectorOf<T>::loose*>(p) = x;
+}
+
+template <class T>
+SPARING_INLINE Vec<T> all(T x) {
+  return x - Vec<T>{};
+}
+
+// 0, 1, 2, ...
+template <class T>
+SPARING_INLINE Vec<T> iota() {
+  Vec<T> x{};
+  for (int i = 0; i < lanes<T>; ++i) x[i] = T(i);
+  return x;
+}
+
+template <class T>
+SPARING_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+
+template <class T>
+SPARING_INLINE T sum(Vec<T> x) {
+  T total = 0;
+  for (int i = 0; i < lanes<T>; ++i) total += x[i];
+  return total;
+}
+
+template <class T>
+SPARING_INLINE T largest(Vec<T> x) {
+  T top = x[0];
+  for (int i = 1; i < lanes<T>; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+// Whether any lane of a comparison holds.
+template <class T>
+SPARING_INLINE bool any(IntVec<T> mask) {
+  Int<T> seen = 0;
+  for (int i = 0; i < lanes<T>; ++i) seen |= mask[i];
+  return seen != 0;
+}
+
+// exp, to about one unit in the last place. Arguments below the range of normal numbers (also -inf) give 0, those
+// above it give about the largest number; NaN is not expected.
+SPARING_INLINE Vec<float> exponential(Vec<float> x) {
+  constexpr float low = -87.336540f, high = 88.722f;
+  const IntVec<float> tiny = x < low;
+  x = x < low ? all(low) : x;
+  x = x > high ? all(high) : x;
+  constexpr float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const Vec<float> shifted = x * 1.44269504088896341f + round;
+  const Vec<float> n = shifted - round;
+  const Vec<float> r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
+  Vec<float> p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^n in two steps: n = 128 has no exponent of its own.
+  const IntVec<float> whole = __builtin_convertvector(n, IntVec<float>);
+  const IntVec<float> half = whole >> 1;
+  const Vec<float> a = reinterpret_cast<Vec<float>>((half + 127) << 23);
+  const Vec<float> b = reinterpret_cast<Vec<float>>((whole - half + 127) << 23);
+  return tiny ? Vec<float>{} : p * a * b;
+}
+
+SPARING_INLINE Vec<double> exponential(Vec<double> x) {
+  constexpr double low = -708.39641853226408, high = 709.78;
+  const IntVec<double> tiny = x < low;
+  x = x < low ? all(low) : x;
+  x = x > high ? all(high) : x;
+  constexpr double round = 6755399441055744.0;  // 1.5 * 2^52
+  const Vec<double> shifted = x * 1.4426950408889634074 + round;
+  const Vec<double> n = shifted - round;
+  const Vec<double> r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+  Vec<double> p = all(1.0 / 6227020800.0);
+  p = p * r + 1.0 / 479001600.0;
+  p = p * r + 1.0 / 39916800.0;
+  p = p * r + 1.0 / 3628800.0;
+  p = p * r + 1.0 / 362880.0;
+  p = p * r + 1.0 / 40320.0;
+  p = p * r + 1.0 / 5040.0;
+  p = p * r + 1.0 / 720.0;
+  p = p * r + 1.0 / 120.0;
+  p = p * r + 1.0 / 24.0;
+  p = p * r + 1.0 / 6.0;
+  p = p * r + 0.5;
+  p = p * (r * r) + r + 1.0;
+  // The integer sits in the low bits of the shifted number; converting to 64-bit integers is slow before AVX-512.
+  const IntVec<double> whole = reinterpret_cast<IntVec<double>>(shifted) - reinterpret_cast<IntVec<double>>(all(round));
+  const IntVec<double> half = whole >> 1;
+  const Vec<double> a = reinterpret_cast<Vec<double>>((half + 1023) << 52);
+  const Vec<double> b = reinterpret_cast<Vec<double>>((whole - half + 1023) << 52);
+  return tiny ? Vec<double>{} : p * a * b;
+}

@@ -1,0 +1,165 @@
+// Softmax attention of a block of queries over a list of keys, tile by tile.
+
+// The working memory of one block; sized by softmax_scratch().
+template <class T>
+struct Block {
+  int64_t depth, width;  // entries of a query and of a value
+  T* queries;            // [depth][kRows], scaled
+  T* sums;               // [width][kRows]
+  T* scores;             // [kKeys][kRows]
+  T* top;                // [kRows] largest score so far
+  T* total;              // [kRows] sum of exp(score - top)
+  T* slopes;             // [kKeys][kRows], backward only
+  T* grads;              // [width][kRows] gradient of the output, backward only
+  T* query_grads;        // [depth][kRows], backward only
+  T* query_rows;         // [kRows][padded depth], backward only
+  T* grad_rows;          // [kRows][padded width], backward only
+};
+
+// Lays the parts of a block out in `memory` (64-byte aligned) and returns how many entries they need.
+template <class T>
+int64_t lay_out(Block<T>* block, T* memory, bool backward) {
+  int64_t used = 0;
+  const auto take = [&](T** part, int64_t count) {
+    if (memory) *part = memory + used;
+    used += count;
+  };
+  take(&block->queries, block->depth * kRows);
+  take(&block->scores, kKeys * kRows);
+  take(&block->top, kRows);
+  take(&block->total, kRows);
+  if (!backward) {
+    take(&block->sums, block->width * kRows);
+  } else {
+    take(&block->slopes, kKeys * kRows);
+    take(&block->grads, block->width * kRows);
+    take(&block->query_grads, block->depth * kRows);
+    take(&block->query_rows, padded<T>(block->depth) * kRows);
+    take(&block->grad_rows, padded<T>(block->width) * kRows);
+  }
+  return used;
+}
+
+template <class T>
+int64_t softmax_scratch(int64_t depth, int64_t width, bool backward) {
+  Block<T> block{};
+  block.depth = depth;
+  block.width = width;
+  return lay_out<T>(&block, nullptr, backward);
+}
+
+template <class T>
+inline constexpr T kNever = -T(__builtin_inf());
+
+template <class T>
+void start(Block<T>& block) {
+  for (int64_t i = 0; i < block.width * kRows; ++i) block.sums[i] = T(0);
+  for (int r = 0; r < kRows; ++r) block.top[r] = kNever<T>, block.total[r] = T(0);
+}
+
+// Scores of `count` keys, -inf where mask(key, first lane) says that a lane does not see the key.
+template <class T, class Mask>
+SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, int64_t count, const Mask& mask) {
+  dots<T>(keys, count, block.depth, block.queries, block.scores);
+  if constexpr (Mask::masks)
+    for (int64_t c = 0; c < count; ++c)
+      for (int r = 0; r < kRows; r += lanes<T>) {
+        T* at = block.scores + c * kRows + r;
+        store<T>(at, mask(c, r) ? load<T>(at) : all(kNever<T>));
+      }
+}
+
+struct SeesAll {
+  static constexpr bool masks = false;
+};
+
+// Adds the values of `count` <= kKeys keys, each with weight exp(score), to what the block has seen.
+template <class T, class Mask>
+void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask) {
+  masked_scores(block, keys, count, mask);
+  for (int r = 0; r < kRows; r += lanes<T>) {
+    const Vec<T> before = load<T>(block.top + r);
+    Vec<T> top = before;
+    for (int64_t c = 0; c < count; ++c) top = larger<T>(top, load<T>(block.scores + c * kRows + r));
+    const Vec<T> shift = top == kNever<T> ? Vec<T>{} : top;
+    Vec<T> total{};
+    for (int64_t c = 0; c < count; ++c) {
+      T* at = block.scores + c * kRows + r;
+      const Vec<T> weight = exponential(load<T>(at) - shift);
+      store<T>(at, weight);
+      total += weight;
+    }
+    store<T>(block.top + r, top);
+    if (any<T>(top != before)) {
+      const Vec<T> factor = exponential(before - shift);
+      store<T>(block.total + r, load<T>(block.total + r) * factor + total);
+      for (int64_t e = 0; e < block.width; ++e) {
+        T* at = block.sums + e * kRows + r;
+        store<T>(at, load<T>(at) * factor);
+      }
+    } else {
+      store<T>(block.total + r, load<T>(block.total + r) + total);
+    }
+  }
+  weighted_sums<T>(values, count, block.width, block.scores, block.sums);
+}
+
+// Writes the outputs of the first `count` lanes, and their log-sum-exp; a lane that saw nothing gives zeros and -inf.
+template <class T>
+void finish(Block<T>& block, int64_t count, T* const* out, T* const* lse) {
+  for (int64_t r = 0; r < count; ++r) {
+    const T total = block.total[r];
+    const T inverse = total > T(0) ? T(1) / total : T(0);
+    for (int64_t e = 0; e < block.width; ++e) out[r][e] = block.sums[e * kRows + r] * inverse;
+    *lse[r] = total > T(0) ? T(__builtin_log(double(total)) + double(block.top[r])) : kNever<T>;
+  }
+}
+
+// Prepares a backward pass: lanes beyond `count` get weight zero everywhere. `total` holds what a score is reduced by
+// before the exponential, `top` what the slope is reduced by.
+template <class T>
+void start_backward(
+    Block<T>& block, const T* const* queries, const T* const* grads, const T* const* out, const T* lse,
+    const T* lse_grads, int64_t count) {
+  const auto rows = [&](const T* const* from, int64_t width, T* to) {
+    const int64_t stride = padded<T>(width);
+    for (int64_t i = 0; i < kRows * stride; ++i) to[i] = T(0);
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t e = 0; e < width; ++e) to[r * stride + e] = from[r][e];
+  };
+  rows(queries, block.depth, block.query_rows);
+  rows(grads, block.width, block.grad_rows);
+  transpose<T>(grads, count, block.width, T(1), block.grads);
+  for (int64_t i = 0; i < block.depth * kRows; ++i) block.query_grads[i] = T(0);
+  for (int64_t r = 0; r < kRows; ++r) {
+    const bool sees = r < count && lse[r] != kNever<T>;
+    block.total[r] = sees ? lse[r] : -kNever<T>;
+    // Summed in the order of dots(): where one key has all the weight, its slope is then zero, as it should be.
+    T delta = T(0);
+    if (sees)
+      for (int64_t e = 0; e < block.width; ++e) delta += out[r][e] * grads[r][e];
+    block.top[r] = sees ? delta - lse_grads[r] : T(0);
+  }
+}
+
+// Adds what `count` keys get and give: d value = weight * grad, d score = weight * (grad . value - delta), and from that
+// the gradients of query and key (without the scale). The rows of the gradients are padded.
+template <class T, class Mask>
+void absorb_backward(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask,
+                     T* const* key_grads, T* const* value_grads) {
+  masked_scores(block, keys, count, mask);
+  dots<T>(values, count, block.width, block.grads, block.slopes);
+  for (int r = 0; r < kRows; r += lanes<T>) {
+    const Vec<T> shift = load<T>(block.total + r), delta = load<T>(block.top + r);
+    for (int64_t c = 0; c < count; ++c) {
+      T* score = block.scores + c * kRows + r;
+      T* slope = block.slopes + c * kRows + r;
+      const Vec<T> weight = exponential(load<T>(score) - shift);
+      store<T>(score, weight);
+      store<T>(slope, weight * (load<T>(slope) - delta));
+    }
+  }
+  spread<T>(block.scores, count, block.grad_rows, padded<T>(block.width), value_grads);
+  spread<T>(block.slopes, count, block.query_rows, padded<T>(block.depth), key_grads);
+  weighted_sums<T>(keys, count, block.depth, block.slopes, block.query_grads);
+}

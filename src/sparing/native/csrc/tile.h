@@ -1,0 +1,127 @@
+// Products of small tiles, from registers. Queries stand in the lanes of the vectors: a tile of scores is stored as
+// [key][query], so that a softmax over the keys needs no sum across lanes, keys and values are read as they lie in
+// memory (or are gathered through pointers), and only the block of queries is transposed, once.
+
+inline constexpr int kRows = 64;  // queries of a block
+inline constexpr int kKeys = 48;  // keys of a tile: the scores of a block against it fill 12 KiB in float32
+
+// Accumulators that fit the registers: kDepth x kWide vectors, and room for what is multiplied into them.
+inline constexpr int kWide = 2;
+inline constexpr int kDeep = SPARING_REGISTERS == 32 ? 12 : 6;
+
+// out[i][lane] = sum_k rows[i][k] columns[k][lane] for i < M, for kWide vectors of lanes
+template <class T, int M>
+SPARING_INLINE void dot_tile(const T* const* rows, int64_t depth, const T* columns, T* out) {
+  Vec<T> sums[M][kWide] = {};
+  const T* row[M];
+  for (int i = 0; i < M; ++i) row[i] = rows[i];
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<T> column[kWide];
+    for (int j = 0; j < kWide; ++j) column[j] = load<T>(columns + k * kRows + j * lanes<T>);
+    for (int i = 0; i < M; ++i) {
+      const Vec<T> x = all(row[i][k]);
+      for (int j = 0; j < kWide; ++j) sums[i][j] += x * column[j];
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < kWide; ++j) store<T>(out + i * kRows + j * lanes<T>, sums[i][j]);
+}
+
+// sums[i][lane] += sum_k rows[k][first + i] columns[k][lane] for i < M, for kWide vectors of lanes
+template <class T, int M>
+SPARING_INLINE void sum_tile(const T* const* rows, int64_t first, int64_t count, const T* columns, T* out) {
+  Vec<T> sums[M][kWide];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(out + i * kRows + j * lanes<T>);
+  for (int64_t k = 0; k < count; ++k) {
+    const T* row = rows[k] + first;
+    Vec<T> column[kWide];
+    for (int j = 0; j < kWide; ++j) column[j] = load<T>(columns + k * kRows + j * lanes<T>);
+    for (int i = 0; i < M; ++i) {
+      const Vec<T> x = all(row[i]);
+      for (int j = 0; j < kWide; ++j) sums[i][j] += x * column[j];
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < kWide; ++j) store<T>(out + i * kRows + j * lanes<T>, sums[i][j]);
+}
+
+// rows[i][first ...] += sum_r weights[i][r] points[r][first ...] for i < M, for kWide vectors of the points' entries
+template <class T, int M>
+SPARING_INLINE void spread_tile(const T* weights, int64_t count, const T* points, int64_t stride, T* const* rows) {
+  Vec<T> sums[M][kWide];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(rows[i] + j * lanes<T>);
+  for (int64_t r = 0; r < count; ++r) {
+    Vec<T> point[kWide];
+    for (int j = 0; j < kWide; ++j) point[j] = load<T>(points + r * stride + j * lanes<T>);
+    for (int i = 0; i < M; ++i) {
+      const Vec<T> x = all(weights[i * kRows + r]);
+      for (int j = 0; j < kWide; ++j) sums[i][j] += x * point[j];
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < kWide; ++j) store<T>(rows[i] + j * lanes<T>, sums[i][j]);
+}
+
+// Calls tile<M>(i) for i = 0, M, 2M, ... and a smaller one for what remains of `count`.
+template <int M, class Tile>
+SPARING_INLINE void in_tiles(int64_t count, const Tile& tile) {
+  int64_t i = 0;
+  for (; i + M <= count; i += M) tile.template operator()<M>(i);
+  if constexpr (M > 1) {
+    if (i < count) {
+      const auto shifted = [&]<int N>(int64_t j) { tile.template operator()<N>(i + j); };
+      in_tiles<M / 2>(count - i, shifted);
+    }
+  }
+}
+
+// scores[c][r] = rows[c] . columns[.][r] for c < count and all kRows columns
+template <class T>
+void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores) {
+  for (int64_t r = 0; r < kRows; r += kWide * lanes<T>)
+    in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
+      dot_tile<T, M>(rows + c, depth, columns + r, scores + c * kRows + r);
+    });
+}
+
+// sums[e][r] += sum_c rows[c][e] weights[c][r] for e < width and all kRows columns
+template <class T>
+void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums) {
+  for (int64_t r = 0; r < kRows; r += kWide * lanes<T>)
+    in_tiles<kDeep>(width, [&]<int M>(int64_t e) {
+      sum_tile<T, M>(rows, e, count, weights + r, sums + e * kRows + r);
+    });
+}
+
+// The width of a padded row: whole tiles of spread().
+template <class T>
+constexpr int64_t padded(int64_t width) {
+  constexpr int64_t step = kWide * lanes<T>;
+  return (width + step - 1) / step * step;
+}
+
+// sums[c] += sum_r weights[c][r] points[r] for c < count, r < kRows; all rows are padded
+template <class T>
+void spread(const T* weights, int64_t count, const T* points, int64_t stride, T* const* sums) {
+  for (int64_t e = 0; e < stride; e += kWide * lanes<T>)
+    in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
+      T* rows[M];
+      for (int i = 0; i < M; ++i) rows[i] = sums[c + i] + e;
+      spread_tile<T, M>(weights + c * kRows, kRows, points + e, stride, rows);
+    });
+}
+
+// columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
+template <class T>
+void transpose(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
+  constexpr int64_t kStrip = 16;  // entries of a row that share a cache line
+  for (int64_t first = 0; first < depth; first += kStrip) {
+    const int64_t last = first + kStrip < depth ? first + kStrip : depth;
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t k = first; k < last; ++k) columns[k * kRows + r] = factor * rows[r][k];
+    for (int64_t r = count; r < kRows; ++r)
+      for (int64_t k = first; k < last; ++k) columns[k * kRows + r] = T(0);
+  }
+}

@@ -1,0 +1,104 @@
+"""Finding and loading the compiled library, once, and choosing its instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+schemas = torch.library.Library("sparing", "DEF")  #: every module of this package defines its ops on it
+
+
+class Info(NamedTuple):
+    """What `info()` returns."""
+
+    loaded: bool
+    path: str | None  #: the compiled library
+    instruction_set: str | None  #: "avx512", "avx2" or "portable"
+    available: tuple[str, ...]  #: instruction sets that this machine can run
+    reason: str | None  #: why nothing was loaded
+
+
+_NAMES = ("avx512", "avx2", "portable")
+_off = False
+
+
+def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
+    """(library, its path, why there is none)."""
+    wanted = os.environ.get("SPARING_NATIVE_LIBRARY")
+    if wanted == "":
+        return None, None, "SPARING_NATIVE_LIBRARY is set to nothing"
+    found = [Path(wanted)] if wanted else sorted(Path(__file__).parent.glob("_kernels*.so"))
+    if not found:
+        return None, None, "they were not built: install a C++20 compiler, then pip install --no-build-isolation ."
+    try:
+        torch.ops.load_library(found[0])
+        return ctypes.CDLL(str(found[0])), str(found[0]), None
+    except (OSError, RuntimeError) as error:
+        return None, None, f"{found[0]} cannot be loaded: {error}"
+
+
+_library, _path, _reason = _load()
+if _library is not None:
+    _library.sparing_isa.restype = ctypes.c_char_p
+    _library.sparing_use_isa.argtypes = [ctypes.c_char_p]
+_told = _library is not None or os.environ.get("SPARING_NATIVE_LIBRARY") == ""
+
+
+def _tell_once() -> None:
+    global _told
+    if not _told:
+        _told = True
+        warnings.warn(f"sparing runs without its kernels, on plain PyTorch: {_reason}", stacklevel=2)
+
+
+def ready(tensor: Tensor) -> bool:
+    """Whether kernels are loaded that can work on this tensor: on the CPU, in float32 or float64."""
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64):
+        return False
+    _tell_once()
+    return _library is not None and not _off
+
+
+def info() -> Info:
+    """What was loaded: the library, the instruction set in use and those that this machine has."""
+    if _library is None:
+        return Info(False, None, None, (), _reason)
+    now = _library.sparing_isa()
+    available = tuple(name for name in _NAMES if _library.sparing_use_isa(name.encode()))
+    _library.sparing_use_isa(now)
+    return Info(True, _path, now.decode(), available, None)
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Run the kernels with another instruction set; for all threads."""
+    if _library is None:
+        raise RuntimeError(f"no kernels are loaded: {_reason}")
+    before = _library.sparing_isa()
+    if not _library.sparing_use_isa(name.encode()):
+        raise ValueError(
+            f"name={name!r} is not one of {', '.join(map(repr, info().available))}, which this machine has"
+        )
+    try:
+        yield
+    finally:
+        _library.sparing_use_isa(before)
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Run without kernels, as on a machine that has none; for all threads."""
+    global _off
+    before, _off = _off, True
+    try:
+        yield
+    finally:
+        _off = before

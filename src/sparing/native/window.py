@@ -1,0 +1,65 @@
+"""Softmax over a band of keys, and over shared keys that every query sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.native.library import schemas
+from sparing.native.tensors import adjacent
+
+_LIMITS = "Tensor? keep, Tensor? shared, int left, int right, bool causal, float scale"
+schemas.define(f"window(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse)")
+schemas.define(
+    f"window_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LIMITS})"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+)
+
+
+def window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    shared: Tensor | None,
+    left: int,
+    right: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(output (B, H, n, e), log-sum-exp (B, H, n)): query i over keys i - left to i + right and the shared ones.
+
+    keep: (B, n), False for padded keys. shared: (B, s) positions, -1 for none; with `causal` seen from there on.
+    """
+    q, k, v = (adjacent(x) for x in (q, k, v))
+    keep = None if keep is None else keep.contiguous()
+    shared = None if shared is None else shared.contiguous()
+    return torch.ops.sparing.window(q, k, v, keep, shared, left, right, causal, scale)
+
+
+@torch.library.register_fake("sparing::window", lib=schemas)
+def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+
+
+@torch.library.register_fake("sparing::window_backward", lib=schemas)
+def _(grad: Tensor, lse_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, keep, shared, *ctx.limits = inputs
+    ctx.save_for_backward(q, k, v, keep, shared, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, keep, shared, out, lse = ctx.saved_tensors
+    grads = torch.ops.sparing.window_backward(
+        adjacent(grad), lse_grad.contiguous(), q, k, v, out, lse, keep, shared, *ctx.limits
+    )
+    return (*grads, *[None] * 6)
+
+
+torch.library.register_autograd("sparing::window", _backward, setup_context=_setup, lib=schemas)

@@ -1,0 +1,65 @@
+"""How kernels are held to their specification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparing import native
+
+needs_kernels = pytest.mark.skipif(not native.info().loaded, reason="no kernels were built on this machine")
+every_instruction_set = pytest.mark.parametrize("isa", native.info().available)
+
+Compute = Callable[..., "Tensor | tuple[Tensor, ...]"]
+
+
+def no_worse(
+    kernel: Compute, specification: Compute, inputs: Sequence[Tensor], *, what: str = "", gradients: bool = True
+) -> None:
+    """The error of the kernel in float32 is at most twice that of the specification in float32, three times for
+    gradients, each against the specification in float64, plus 1e-5 of the largest entry."""
+    weights: list[Tensor] = []
+
+    def results(compute: Compute, dtype: torch.dtype) -> Iterator[tuple[str, float, Tensor]]:
+        leaves = [x.detach().to(dtype).requires_grad_(gradients and x.is_floating_point()) for x in inputs]
+        outs = compute(*leaves)
+        outs = (outs,) if isinstance(outs, Tensor) else outs
+        yield from ((f"output {i}", 2.0, out.detach()) for i, out in enumerate(outs))
+        if gradients:
+            for out in outs[len(weights) :]:
+                weights.append(torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+            # A row that sees nothing has a log-sum-exp of -inf: a constant, which no gradient reaches.
+            total = sum((out * w.to(out)).masked_fill(out == -torch.inf, 0.0).sum() for out, w in zip(outs, weights))
+            found = torch.autograd.grad(total, [x for x in leaves if x.requires_grad])
+            yield from ((f"gradient {i}", 3.0, g) for i, g in enumerate(found))
+
+    exact = list(results(specification, torch.float64))
+    plain = list(results(specification, torch.float32))
+    fast = list(results(kernel, torch.float32))
+    for (name, times, wanted), (_, _, rough), (_, _, found) in zip(exact, plain, fast):
+        assert found.shape == wanted.shape, f"{what}: {name}"
+        assert torch.equal(found == -torch.inf, wanted == -torch.inf), f"{what}: {name}: other rows see nothing"
+        wanted, rough, found = (x.double().masked_fill(wanted == -torch.inf, 0.0) for x in (wanted, rough, found))
+        assert found.isfinite().all(), f"{what}: {name} is not finite"
+        if not wanted.numel():
+            continue
+        error, allowed = (found - wanted).abs().max(), times * (rough - wanted).abs().max()
+        allowed += 1e-5 * wanted.abs().max().clamp_min(1.0)
+        assert error <= allowed, f"{what}: {name}: error {error:.3g} > {allowed:.3g}"
+
+
+def same_for_any_threads(compute: Callable[[], Sequence[Tensor]]) -> None:
+    """Bit-equal results with one, two and three threads."""
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append([x.clone() for x in compute()])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
