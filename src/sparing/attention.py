@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparing import native
+from sparing import compiled, native
 from sparing.call import Call
 from sparing.check import check_call, check_inputs
 from sparing.draws import Draws
@@ -72,9 +72,16 @@ def attention(
     >>> sparing.attention(q, k, v, method="nystrom(landmarks=32)", seed=0).shape
     torch.Size([1, 8, 256, 64])
     """
+    if torch.compiler.is_compiling() and state is None and (spec := compiled.spec_of(method)) is not None:
+        x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
+        number = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor((seed + 2**63) % 2**64 - 2**63)
+        return compiled.attention(
+            query, key, x, weight, bias, attn_mask, query_mask, number, seed is not None, dropout_p, is_causal, scale,
+            enable_gqa, spec, impl, streams,
+        )  # fmt: skip
     return _run(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
-        state, None,
+        state, None, seed is None,
     )  # fmt: skip
 
 
@@ -99,7 +106,7 @@ def inspect(
     notes: dict[str, Tensor] = {}
     output = _run(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
-        state, notes,
+        state, notes, seed is None,
     )  # fmt: skip
     return Inspection(output, notes.pop("lse", None), notes)
 
@@ -120,6 +127,7 @@ def _run(
     streams: Sequence[int] | None,
     state: nn.Module | None,
     notes: dict[str, Tensor] | None,
+    slot_keyed_dropout: bool,
 ) -> Tensor:
     chosen = _method(spec)
     inputs = check_inputs(
@@ -144,10 +152,10 @@ def _run(
             keep=inputs.keep,
             influence=inputs.influence,
             mask=mask,
-            draws=Draws(_seed(seed, random), kv_streams.repeat_interleave(groups)),
+            draws=Draws(_draw_seed(random) if seed is None else _seed(seed), kv_streams.repeat_interleave(groups)),
             groups=groups,
             dropout_p=inputs.dropout_p,
-            slot_keyed_dropout=seed is None,
+            slot_keyed_dropout=slot_keyed_dropout,
             state=state,
             statistics=notes,
         )
@@ -196,8 +204,14 @@ def _why_not_native(chosen: Method, q: Tensor) -> str:
     return f"the kernels of {chosen} do not cover this call"
 
 
-def _seed(seed: int | None, random: bool) -> int:
-    """The seed as 64 bits; None draws one, but only for a call that needs random numbers."""
-    if seed is None:
-        return int(torch.randint(2**63 - 1, ())) if random else 0
+def _seed(seed: int) -> int:
+    """The seed as 64 bits."""
     return seed & (2**64 - 1)
+
+
+def _draw_seed(random: bool) -> int:
+    """A seed from torch's global generator, but only for a call that needs random numbers."""
+    return int(torch.randint(2**63 - 1, ())) if random else 0
+
+
+compiled.serve(_run)

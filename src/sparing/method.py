@@ -8,6 +8,7 @@ Everything that is not mathematics (masks, types, heads, refusals) happens befor
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -133,6 +134,7 @@ class Method:
             if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"a method named {cls.name!r} exists already: {known.__module__}.{known.__qualname__}")
             _REGISTRY[cls.name] = cls
+            _parsed.cache_clear()  # a class that is defined again replaces the old one
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -208,6 +210,11 @@ def method(spec: str | Method) -> Method:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"method must be a Method or a spec string such as 'nystrom(landmarks=64)', got {spec!r}")
+    return _parsed(spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(spec: str) -> Method:
     name, settings = parse(spec)
     if name in _ALIASES:
         name, preset = parse(_ALIASES[name])

@@ -1,0 +1,148 @@
+"""The door under `torch.compile`: one opaque operator, so that any call is a single node of a full graph.
+
+What the door decides by looking at numbers (padding, non-finite entries, short items) cannot be traced. The operator
+runs the door as it is, so results are those of eager mode, to the bit. Nothing but its inputs is kept for the backward
+pass, which runs the forward pass again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.method import Method, Projection, method, methods
+
+Run = Any  # the door's implementation; passed in to keep imports one-way
+
+_run: Run = None
+
+
+def serve(run: Run) -> None:
+    """Name the function that computes a call; `attention.py` does so once."""
+    global _run
+    _run = run
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def spec_of(chosen: str | Method) -> str | None:
+    """The spec string of a method, also while tracing; None for a method that spec strings cannot name."""
+    found = method(chosen)
+    return str(found) if methods().get(found.name) is type(found) else None
+
+
+def _value(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Projection:
+    return value if weight is None else Projection(value, weight, bias)
+
+
+@torch.library.custom_op("sparing::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    seed: Tensor,
+    seeded: bool,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    spec: str,
+    impl: str,
+    streams: Sequence[int] | None,
+) -> Tensor:
+    """`sparing.attention` with its value taken apart and its seed in a tensor; not `seeded`: it was drawn."""
+    out: Tensor = _run(
+        query, key, _value(value, weight, bias), attn_mask, dropout_p, is_causal, scale, enable_gqa, spec, int(seed),
+        impl, query_mask, streams, None, None, not seeded,
+    )  # fmt: skip
+    return out.contiguous()
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, *others: Any) -> Tensor:
+    width = value.shape[-1] if weight is None else weight.shape[0] // key.shape[1]
+    return query.new_empty(*query.shape[:3], width)
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Inside an operator autograd is switched off, below the reach of `enable_grad`; this switches it on again."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        torch._C.DispatchKey.AutogradOther,
+        torch._C.DispatchKey.AutogradCPU,
+        torch._C.DispatchKey.AutogradCUDA,
+    ):
+        keys = keys | torch._C.DispatchKeySet(key)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden - keys),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+@torch.library.custom_op("sparing::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    query_mask: Tensor | None,
+    seed: Tensor,
+    needed: Sequence[bool],
+    seeded: bool,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    spec: str,
+    impl: str,
+    streams: Sequence[int] | None,
+) -> list[Tensor]:
+    """The gradients of the needed ones among query, key, value, weight, bias and attn_mask."""
+    given = (query, key, value, weight, bias, attn_mask)
+    leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(given, needed, strict=True)]
+    query, key, value, weight, bias, attn_mask = leaves  # type: ignore[assignment]
+    with _recording():
+        out = _run(
+            query, key, _value(value, weight, bias), attn_mask, dropout_p, is_causal, scale, enable_gqa, spec,
+            int(seed), impl, query_mask, streams, None, None, not seeded,
+        )  # fmt: skip
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
+    # An operator's outputs share no memory with each other or with its inputs, and their strides are known beforehand.
+    return [
+        t.new_zeros(t.shape) if g is None else g.clone(memory_format=torch.contiguous_format)
+        for t, g in zip(wanted, found, strict=True)
+    ]
+
+
+@attention_backward.register_fake
+def _(grad: Tensor, *others: Any) -> list[Tensor]:
+    given, needed = others[:6], others[8]
+    return [t.new_empty(t.shape) for t, want in zip(given, needed, strict=True) if want]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.settings = inputs[8:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needed = list(ctx.needs_input_grad[:6])
+    found = iter(attention_backward(grad, *ctx.saved_tensors, needed, *ctx.settings))
+    return (*(next(found) if want else None for want in needed), *[None] * 10)
+
+
+attention.register_autograd(_backward, setup_context=_setup)
