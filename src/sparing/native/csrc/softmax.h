@@ -57,51 +57,72 @@ void start(Block<T>& block) {
   for (int r = 0; r < kRows; ++r) block.top[r] = kNever<T>, block.total[r] = T(0);
 }
 
-// Scores of `count` keys, -inf where mask(key, first lane) says that a lane does not see the key.
+// What a block sees of a tile of keys. masks: whether mask(key, first lane) has to be asked, true in the lanes that see
+// the key. trim(), where there is one: narrows the range of keys to those that some lane of a strip sees.
+struct SeesAll {
+  static constexpr bool masks = false;
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
 template <class T, class Mask>
-SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, int64_t count, const Mask& mask) {
-  dots<T>(keys, count, block.depth, block.queries, block.scores);
+SPARING_INLINE Range seen_by_strip(const Mask& mask, int64_t count, int first_lane) {
+  if constexpr (requires { mask.trim(Range{}, first_lane); })
+    return mask.trim(Range{0, count}, first_lane);
+  else
+    return {0, count};
+}
+
+// Scores of the keys in `range` for one strip of lanes, -inf where a lane does not see the key.
+template <class T, class Mask>
+SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, Range range, int strip, const Mask& mask) {
+  dots_strip<T>(keys + range.begin, range.end - range.begin, block.depth, block.queries + strip,
+                block.scores + range.begin * kRows + strip);
   if constexpr (Mask::masks)
-    for (int64_t c = 0; c < count; ++c)
-      for (int r = 0; r < kRows; r += lanes<T>) {
+    for (int64_t c = range.begin; c < range.end; ++c)
+      for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
         T* at = block.scores + c * kRows + r;
         store<T>(at, mask(c, r) ? load<T>(at) : all(kNever<T>));
       }
 }
 
-struct SeesAll {
-  static constexpr bool masks = false;
-};
-
 // Adds the values of `count` <= kKeys keys, each with weight exp(score), to what the block has seen.
 template <class T, class Mask>
 void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask) {
-  masked_scores(block, keys, count, mask);
-  for (int r = 0; r < kRows; r += lanes<T>) {
-    const Vec<T> before = load<T>(block.top + r);
-    Vec<T> top = before;
-    for (int64_t c = 0; c < count; ++c) top = larger<T>(top, load<T>(block.scores + c * kRows + r));
-    const Vec<T> shift = top == kNever<T> ? Vec<T>{} : top;
-    Vec<T> total{};
-    for (int64_t c = 0; c < count; ++c) {
-      T* at = block.scores + c * kRows + r;
-      const Vec<T> weight = exponential(load<T>(at) - shift);
-      store<T>(at, weight);
-      total += weight;
-    }
-    store<T>(block.top + r, top);
-    if (any<T>(top != before)) {
-      const Vec<T> factor = exponential(before - shift);
-      store<T>(block.total + r, load<T>(block.total + r) * factor + total);
-      for (int64_t e = 0; e < block.width; ++e) {
-        T* at = block.sums + e * kRows + r;
-        store<T>(at, load<T>(at) * factor);
+  for (int strip = 0; strip < kRows; strip += kStrip<T>) {
+    const Range range = seen_by_strip<T>(mask, count, strip);
+    if (range.begin >= range.end) continue;
+    masked_scores(block, keys, range, strip, mask);
+    for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
+      const Vec<T> before = load<T>(block.top + r);
+      Vec<T> top = before;
+      for (int64_t c = range.begin; c < range.end; ++c) top = larger<T>(top, load<T>(block.scores + c * kRows + r));
+      const Vec<T> shift = top == kNever<T> ? Vec<T>{} : top;
+      Vec<T> total{};
+      for (int64_t c = range.begin; c < range.end; ++c) {
+        T* at = block.scores + c * kRows + r;
+        const Vec<T> weight = exponential(load<T>(at) - shift);
+        store<T>(at, weight);
+        total += weight;
       }
-    } else {
-      store<T>(block.total + r, load<T>(block.total + r) + total);
+      store<T>(block.top + r, top);
+      if (any<T>(top != before)) {
+        const Vec<T> factor = exponential(before - shift);
+        total += load<T>(block.total + r) * factor;
+        for (int64_t e = 0; e < block.width; ++e) {
+          T* at = block.sums + e * kRows + r;
+          store<T>(at, load<T>(at) * factor);
+        }
+      } else {
+        total += load<T>(block.total + r);
+      }
+      store<T>(block.total + r, total);
     }
+    weighted_sums_strip<T>(values + range.begin, range.end - range.begin, block.width,
+                           block.scores + range.begin * kRows + strip, block.sums + strip);
   }
-  weighted_sums<T>(values, count, block.width, block.scores, block.sums);
 }
 
 // Writes the outputs of the first `count` lanes, and their log-sum-exp; a lane that saw nothing gives zeros and -inf.
@@ -147,16 +168,18 @@ void start_backward(
 template <class T, class Mask>
 void absorb_backward(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask,
                      T* const* key_grads, T* const* value_grads) {
-  masked_scores(block, keys, count, mask);
-  dots<T>(values, count, block.width, block.grads, block.slopes);
-  for (int r = 0; r < kRows; r += lanes<T>) {
-    const Vec<T> shift = load<T>(block.total + r), delta = load<T>(block.top + r);
-    for (int64_t c = 0; c < count; ++c) {
-      T* score = block.scores + c * kRows + r;
-      T* slope = block.slopes + c * kRows + r;
-      const Vec<T> weight = exponential(load<T>(score) - shift);
-      store<T>(score, weight);
-      store<T>(slope, weight * (load<T>(slope) - delta));
+  for (int strip = 0; strip < kRows; strip += kStrip<T>) {
+    masked_scores(block, keys, {0, count}, strip, mask);
+    dots_strip<T>(values, count, block.width, block.grads + strip, block.slopes + strip);
+    for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
+      const Vec<T> shift = load<T>(block.total + r), delta = load<T>(block.top + r);
+      for (int64_t c = 0; c < count; ++c) {
+        T* score = block.scores + c * kRows + r;
+        T* slope = block.slopes + c * kRows + r;
+        const Vec<T> weight = exponential(load<T>(score) - shift);
+        store<T>(score, weight);
+        store<T>(slope, weight * (load<T>(slope) - delta));
+      }
     }
   }
   spread<T>(block.scores, count, block.grad_rows, padded<T>(block.width), value_grads);

@@ -77,22 +77,31 @@ SPARING_INLINE void in_tiles(int64_t count, const Tile& tile) {
   }
 }
 
-// scores[c][r] = rows[c] . columns[.][r] for c < count and all kRows columns
+// The columns that a tile works on at once; kRows is a multiple.
 template <class T>
-void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores) {
-  for (int64_t r = 0; r < kRows; r += kWide * lanes<T>)
-    in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
-      dot_tile<T, M>(rows + c, depth, columns + r, scores + c * kRows + r);
-    });
+inline constexpr int kStrip = kWide * lanes<T>;
+
+// scores[c][.] = rows[c] . columns[.][.] for c < count and the columns of one strip
+template <class T>
+void dots_strip(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores) {
+  in_tiles<kDeep>(count, [&]<int M>(int64_t c) { dot_tile<T, M>(rows + c, depth, columns, scores + c * kRows); });
 }
 
-// sums[e][r] += sum_c rows[c][e] weights[c][r] for e < width and all kRows columns
+// sums[e][.] += sum_c rows[c][e] weights[c][.] for e < width and the columns of one strip
+template <class T>
+void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums) {
+  in_tiles<kDeep>(width, [&]<int M>(int64_t e) { sum_tile<T, M>(rows, e, count, weights, sums + e * kRows); });
+}
+
+// The same for all kRows columns.
+template <class T>
+void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores) {
+  for (int64_t r = 0; r < kRows; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
+}
+
 template <class T>
 void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums) {
-  for (int64_t r = 0; r < kRows; r += kWide * lanes<T>)
-    in_tiles<kDeep>(width, [&]<int M>(int64_t e) {
-      sum_tile<T, M>(rows, e, count, weights + r, sums + e * kRows + r);
-    });
+  for (int64_t r = 0; r < kRows; r += kStrip<T>) weighted_sums_strip<T>(rows, count, width, weights + r, sums + r);
 }
 
 // The width of a padded row: whole tiles of spread().
@@ -116,9 +125,9 @@ void spread(const T* weights, int64_t count, const T* points, int64_t stride, T*
 // columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
 template <class T>
 void transpose(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
-  constexpr int64_t kStrip = 16;  // entries of a row that share a cache line
-  for (int64_t first = 0; first < depth; first += kStrip) {
-    const int64_t last = first + kStrip < depth ? first + kStrip : depth;
+  constexpr int64_t kLine = 64 / sizeof(T);  // entries of a row that share a cache line
+  for (int64_t first = 0; first < depth; first += kLine) {
+    const int64_t last = first + kLine < depth ? first + kLine : depth;
     for (int64_t r = 0; r < count; ++r)
       for (int64_t k = first; k < last; ++k) columns[k * kRows + r] = factor * rows[r][k];
     for (int64_t r = count; r < kRows; ++r)

@@ -51,6 +51,14 @@ struct WindowMask {
     const IntVec<T> far = causal ? IntVec<T>(apart <= 0) : IntVec<T>(apart == apart);
     return near | (far & is_shared[c]);
   }
+
+  // Shared keys outside the stretch come first in the list, the stretch follows in order.
+  SPARING_INLINE Range trim(Range range, int r) const {
+    const Int<T> low = first + Int<T>(r) - left, high = first + Int<T>(r + kStrip<T> - 1) + right;
+    while (range.begin < range.end && place[range.begin] < low && !is_shared[range.begin]) ++range.begin;
+    while (range.begin < range.end && place[range.end - 1] > high && !is_shared[range.end - 1]) --range.end;
+    return range;
+  }
 };
 
 template <class T>
