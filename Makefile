@@ -41,8 +41,8 @@ $(KERNELS): $(READY) $(CSRC) setup.py
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
-# The tests of the kernels on a build that stops at the first bad access or undefined operation.
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
+# The tests of the kernels on a build that stops at the first bad access or undefined operation, for all vector widths.
+SANITIZERS := -DSPARING_EMULATE_AVX512 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
 sanitize: $(READY)
 	SPARING_REQUIRE_KERNELS=1 SPARING_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext \
 		--build-lib build/sanitize --build-temp build/sanitize/temp

@@ -16,7 +16,9 @@ bool has_avx2() {
 }
 
 bool has_avx512() {
-#if defined(__x86_64__)
+#if defined(SPARING_EMULATE_AVX512)
+  return has_avx2();
+#elif defined(__x86_64__)
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
