@@ -59,6 +59,7 @@ setup(
             extra_compile_args=[
                 "-std=c++20",
                 "-O3",
+                "-g0",
                 "-fvisibility=hidden",
                 "-Wall",
                 "-Wextra",
