@@ -14,6 +14,7 @@ from sparing.maths import arcs, blocks, dense
 from sparing.maths.hashing import rotation_buckets
 from sparing.maths.rotation_law import log_collision, log_collision_law
 from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.native import lsh as native
 
 _SCORES = 2**22  # logits that are held at once
 
@@ -77,14 +78,19 @@ class Lsh(Method):
         many = many if self.buckets is None else torch.full_like(count, self.buckets)
         return many.masked_fill(count <= self.chunk, 1)
 
-    def look_up(self, q: Tensor, k: Tensor, call: Call) -> tuple[list[arcs.Round], Tensor]:
-        """The arcs of each round, and the number of buckets (B or 1,). Both paths select through this."""
+    def rotations(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """R (H, rows, rounds, d) in float64, and the number of buckets (B or 1,)."""
         _, count = call.key_ranks(k.shape[-2], k.device)
-        tokens = arcs.Tokens(call.keep, call.influence, count, self.chunk)
         buckets = self.bucket_counts(count)
         rows = max(int(buckets.max()) // 2, 1)
         # Rows come first, so that a longer batch-mate, which needs more of them, does not change the others'.
-        rotations = call.draws.normal("lsh.rotations", rows, self.rounds, q.shape[-1])
+        return call.draws.normal("lsh.rotations", rows, self.rounds, q.shape[-1]), buckets
+
+    def look_up(self, q: Tensor, k: Tensor, call: Call) -> tuple[list[arcs.Round], Tensor]:
+        """The arcs of each round, and the number of buckets (B or 1,). Both paths in PyTorch select through this."""
+        _, count = call.key_ranks(k.shape[-2], k.device)
+        tokens = arcs.Tokens(call.keep, call.influence, count, self.chunk)
+        rotations, buckets = self.rotations(q, k, call)
         q = q if call.scale >= 0 else -q
         found = []
         for r in range(self.rounds):
@@ -169,6 +175,17 @@ class Lsh(Method):
             parts.append(blocks.part(scores.masked_fill(~seen, -torch.inf), arcs.take_rows(v, key)))
         columns = (torch.cat(column, 2).flatten(2, 3) for column in zip(*parts, strict=True))
         return blocks.Part(*(arcs.take_rows(column, slot) for column in columns))
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if self.combine == "ips":  # collision probabilities are looked up in tables, one for each number of buckets
+            return None
+        rotations, buckets = self.rotations(q, k, call)
+        in_q, in_k = (native.rotation_buckets(x, rotations, buckets) for x in (q if call.scale >= 0 else -q, k))
+        rule: native.Rule = "rank" if self.align == "rank" else "causal" if call.is_causal else "bucket"
+        once = self.combine == "union"
+        out, lse, hits = native.lsh(q, k, v, in_q, in_k, call.keep, call.influence, self.chunk, rule, once, call.scale)
+        call.note(lse=lse if once else lse - math.log(self.rounds), hits=hits)
+        return out
 
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, chunk=max(shape.keys, 1))

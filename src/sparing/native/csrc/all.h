@@ -1,12 +1,19 @@
 // All kernels for one instruction set. The including file has set SPARING_ISA, SPARING_BYTES and SPARING_REGISTERS,
 // included <cstdint> and kernels.h, and switched the compiler to the instruction set.
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace sparing::SPARING_ISA {
 
 #include "simd.h"
 #include "tile.h"
 #include "softmax.h"
 #include "window.h"
+#include "strip.h"
+#include "lsh_hash.h"
+#include "lsh.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
@@ -15,6 +22,8 @@ constexpr KernelsOf<T> kernels_of() {
       .window_tasks = window_tasks<T>,
       .window_forward = window_forward<T>,
       .window_backward = window_backward<T>,
+      .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
+              lsh_backward<T>},
   };
 }
 

@@ -36,6 +36,8 @@ struct Window {
   T *grad_q, *grad_k, *grad_v;  // contiguous
 };
 
+#include "lsh_call.h"
+
 template <class T>
 struct KernelsOf {
   // Working memory in entries of T, and the work from task `begin` to `end`.
@@ -43,6 +45,7 @@ struct KernelsOf {
   int64_t (*window_tasks)(const Window<T>&);  // of the forward pass; the backward pass has one per head
   void (*window_forward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
   void (*window_backward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
+  LshKernels<T> lsh;
 };
 
 struct Kernels {

@@ -35,6 +35,10 @@ constexpr ScalarType type_of<int64_t>() {
   return ScalarType::Long;
 }
 template <>
+constexpr ScalarType type_of<int32_t>() {
+  return ScalarType::Int;
+}
+template <>
 constexpr ScalarType type_of<bool>() {
   return ScalarType::Bool;
 }
