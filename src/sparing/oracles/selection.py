@@ -11,6 +11,7 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.maths import dense
 from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.native.top_keys import top_keys
 from sparing.oracles.convex import value_aware
 from sparing.oracles.nearest import largest
 from sparing.oracles.rows import blocks, pairs_held
@@ -51,6 +52,14 @@ class TopKeys(Method):
                 mass.append((total - dense.softmax(scores)[1]).exp().nan_to_num())
         call.note(lse=torch.cat(lse, dim=-1), **({"mass": torch.cat(mass, dim=-1)} if mass else {}))
         return torch.cat(out, dim=-2)
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if call.mask is not None:  # a mask by query is as large as the scores, which the kernel exists to avoid
+            return None
+        out, lse, all_lse = top_keys(q, k, v, call.keep, self.keys, call.is_causal, call.scale, call.noted)
+        if call.noted:
+            call.note(lse=lse, mass=(lse - all_lse).exp().nan_to_num())
+        return out
 
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, keys=max(shape.keys, 1))

@@ -14,6 +14,8 @@ namespace sparing::SPARING_ISA {
 #include "strip.h"
 #include "lsh_hash.h"
 #include "lsh.h"
+#include "rows.h"
+#include "top_keys.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
@@ -24,6 +26,7 @@ constexpr KernelsOf<T> kernels_of() {
       .window_backward = window_backward<T>,
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},
+      .top_keys = top_keys_kernels<T>(),
   };
 }
 

@@ -37,6 +37,11 @@ struct Window {
 };
 
 #include "lsh_call.h"
+}  // namespace sparing
+
+#include "top_keys_call.h"
+
+namespace sparing {
 
 template <class T>
 struct KernelsOf {
@@ -46,6 +51,7 @@ struct KernelsOf {
   void (*window_forward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
   void (*window_backward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
   LshKernels<T> lsh;
+  TopKeysKernels<T> top_keys;
 };
 
 struct Kernels {

@@ -1,0 +1,41 @@
+// Sums of a few rows out of many.
+
+// sums[e] += sum_c weights[c] rows[list[c]][e] for e < width; rows are `stride` apart
+template <class T>
+SPARING_INLINE void add_rows(const T* weights, const Int<T>* list, int64_t count, const T* rows, int64_t stride,
+                             int64_t width, T* sums) {
+  in_tiles<8>(width / lanes<T>, [&]<int M>(int64_t i) {
+    const int64_t first = i * lanes<T>;
+    Vec<T> total[M];
+    for (int j = 0; j < M; ++j) total[j] = load<T>(sums + first + j * lanes<T>);
+    for (int64_t c = 0; c < count; ++c) {
+      const T* row = rows + list[c] * stride + first;
+      const Vec<T> x = all(weights[c]);
+      for (int j = 0; j < M; ++j) total[j] += x * load<T>(row + j * lanes<T>);
+    }
+    for (int j = 0; j < M; ++j) store<T>(sums + first + j * lanes<T>, total[j]);
+  });
+  for (int64_t e = width / lanes<T> * lanes<T>; e < width; ++e)
+    for (int64_t c = 0; c < count; ++c) sums[e] += weights[c] * rows[list[c] * stride + e];
+}
+
+// Bit i says whether lane i of a comparison holds. The compiler's own code for this takes the lanes out one by one,
+// which costs more than the scores that are compared.
+template <class T>
+SPARING_INLINE uint32_t held(IntVec<T> mask) {
+#if defined(__x86_64__) && SPARING_BYTES == 64
+  if constexpr (sizeof(T) == 4)
+    return uint16_t(__builtin_ia32_cvtd2mask512(mask));
+  else
+    return uint8_t(__builtin_ia32_cvtq2mask512(reinterpret_cast<Vec<long long>>(mask)));
+#elif defined(__x86_64__) && SPARING_BYTES == 32
+  if constexpr (sizeof(T) == 4)
+    return uint32_t(__builtin_ia32_movmskps256(reinterpret_cast<Vec<float>>(mask)));
+  else
+    return uint32_t(__builtin_ia32_movmskpd256(reinterpret_cast<Vec<double>>(mask)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < lanes<T>; ++i) bits |= uint32_t(mask[i] & 1) << i;
+  return bits;
+#endif
+}
