@@ -14,6 +14,9 @@ from sparing.maths.linalg import inverse_iteration
 from sparing.maths.packing import attend_items
 from sparing.maths.segments import segment_means
 from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.native import segments as native_segments
+from sparing.native.attend import attend
+from sparing.native.inverse import inverse_iteration as native_inverse_iteration
 from sparing.state import add_convolution, beside_convolution, check_width, convolution_of, learned_convolution
 
 _RANK = 1e-6  # singular values of A below this share of the largest are noise, and count as zero
@@ -75,6 +78,24 @@ class Nystrom(Method):
         out = attend_items(out, items, softmax_attention, q, k, v, call) if len(items) else out
         return self.residual(out, v, call)
 
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if self.solver == "exact":  # a pseudo-inverse in float64, which is LAPACK's work
+            return None
+        if min(q.shape[-2], k.shape[-2]) <= self.landmarks:
+            return self.residual(attend(q, k, v, call.keep, None, call.scale)[0], v, call)
+        q_means = native_segments.segment_means(q, call.influence, self.landmarks)
+        k_means = native_segments.segment_means(k, call.keep, self.landmarks)
+        middle = (q_means @ k_means.mT * call.scale).softmax(-1)
+        last, _ = attend(q_means, k, v, call.keep, None, call.scale)
+        inverse = native_inverse_iteration(middle, self.start(middle), self.iterations)
+        out, _ = attend(q, k_means, inverse @ last, None, None, call.scale)
+        if call.keep is not None or call.influence is not None:
+            items = self.short(q, k, call).expand(q.shape[0]).nonzero().squeeze(-1)
+            if len(items):
+                keep = None if call.keep is None else call.keep[items]
+                out = out.index_copy(0, items, attend(q[items], k[items], v[items], keep, None, call.scale)[0])
+        return self.residual(out, v, call)
+
     def short(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """(B or 1,) items with no more valid queries or keys than landmarks: exact attention costs no more there."""
         _, queries = call.query_ranks(q.shape[-2], q.device)
@@ -93,9 +114,12 @@ class Nystrom(Method):
         last = softmax_attention(q_means, k, v, call)  # G V (B, H, m, e)
         if self.solver == "exact":
             return (first @ (torch.linalg.pinv(middle, rtol=_RANK) @ last)).to(dtype)
-        # Row sums of A are one, so this start is A^T / (||A||_1 ||A||_inf), norms per matrix.
-        start = middle.mT / middle.sum(-2).amax(-1)[..., None, None]
-        return first @ (inverse_iteration(middle, start, self.iterations) @ last)
+        return first @ (inverse_iteration(middle, self.start(middle), self.iterations) @ last)
+
+    @staticmethod
+    def start(middle: Tensor) -> Tensor:
+        """Where the iteration starts: A^T / (||A||_1 ||A||_inf), norms per matrix; the rows of A sum to one."""
+        return middle.mT / middle.sum(-2).amax(-1)[..., None, None]
 
     def residual(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
         return add_convolution(out, v, call, self.name, self.convolution)

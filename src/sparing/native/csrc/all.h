@@ -16,6 +16,11 @@ namespace sparing::SPARING_ISA {
 #include "lsh.h"
 #include "rows.h"
 #include "top_keys.h"
+#include "product.h"
+#include "attend_few.h"
+#include "attend.h"
+#include "segments.h"
+#include "inverse.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
@@ -27,6 +32,9 @@ constexpr KernelsOf<T> kernels_of() {
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},
       .top_keys = top_keys_kernels<T>(),
+      .attend = attend_kernels<T>(),
+      .segments = segment_kernels<T>(),
+      .inverse = inverse_kernels<T>(),
   };
 }
 

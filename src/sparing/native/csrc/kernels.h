@@ -40,6 +40,11 @@ struct Window {
 }  // namespace sparing
 
 #include "top_keys_call.h"
+}  // namespace sparing
+
+#include "attend_call.h"
+#include "inverse_call.h"
+#include "segments_call.h"
 
 namespace sparing {
 
@@ -52,6 +57,9 @@ struct KernelsOf {
   void (*window_backward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
   LshKernels<T> lsh;
   TopKeysKernels<T> top_keys;
+  AttendKernels<T> attend;
+  SegmentKernels<T> segments;
+  InverseKernels<T> inverse;
 };
 
 struct Kernels {

@@ -14,6 +14,9 @@ struct Block {
   T* query_grads;        // [depth][kRows], backward only
   T* query_rows;         // [kRows][padded depth], backward only
   T* grad_rows;          // [kRows][padded width], backward only
+  int64_t used = kRows;  // lanes that hold queries, in whole strips; the others are left alone
+
+  void use(int64_t queries) { used = padded<T>(queries); }
 };
 
 // Lays the parts of a block out in `memory` (64-byte aligned) and returns how many entries they need.
@@ -91,7 +94,7 @@ SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, Range r
 // Adds the values of `count` <= kKeys keys, each with weight exp(score), to what the block has seen.
 template <class T, class Mask>
 void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask) {
-  for (int strip = 0; strip < kRows; strip += kStrip<T>) {
+  for (int strip = 0; strip < block.used; strip += kStrip<T>) {
     const Range range = seen_by_strip<T>(mask, count, strip);
     if (range.begin >= range.end) continue;
     masked_scores(block, keys, range, strip, mask);
@@ -168,7 +171,7 @@ void start_backward(
 template <class T, class Mask>
 void absorb_backward(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask,
                      T* const* key_grads, T* const* value_grads) {
-  for (int strip = 0; strip < kRows; strip += kStrip<T>) {
+  for (int strip = 0; strip < block.used; strip += kStrip<T>) {
     masked_scores(block, keys, {0, count}, strip, mask);
     dots_strip<T>(values, count, block.width, block.grads + strip, block.slopes + strip);
     for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
@@ -182,7 +185,7 @@ void absorb_backward(Block<T>& block, const T* const* keys, const T* const* valu
       }
     }
   }
-  spread<T>(block.scores, count, block.grad_rows, padded<T>(block.width), value_grads);
-  spread<T>(block.slopes, count, block.query_rows, padded<T>(block.depth), key_grads);
-  weighted_sums<T>(keys, count, block.depth, block.slopes, block.query_grads);
+  spread<T>(block.scores, count, block.grad_rows, padded<T>(block.width), value_grads, block.used);
+  spread<T>(block.slopes, count, block.query_rows, padded<T>(block.depth), key_grads, block.used);
+  weighted_sums<T>(keys, count, block.depth, block.slopes, block.query_grads, block.used);
 }

@@ -93,15 +93,16 @@ void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, con
   in_tiles<kDeep>(width, [&]<int M>(int64_t e) { sum_tile<T, M>(rows, e, count, weights, sums + e * kRows); });
 }
 
-// The same for all kRows columns.
+// The same for the first `used` columns, a number of whole strips.
 template <class T>
-void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores) {
-  for (int64_t r = 0; r < kRows; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
+void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used = kRows) {
+  for (int64_t r = 0; r < used; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
 }
 
 template <class T>
-void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums) {
-  for (int64_t r = 0; r < kRows; r += kStrip<T>) weighted_sums_strip<T>(rows, count, width, weights + r, sums + r);
+void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums,
+                   int64_t used = kRows) {
+  for (int64_t r = 0; r < used; r += kStrip<T>) weighted_sums_strip<T>(rows, count, width, weights + r, sums + r);
 }
 
 // The width of a padded row: whole tiles of spread().
@@ -111,14 +112,14 @@ constexpr int64_t padded(int64_t width) {
   return (width + step - 1) / step * step;
 }
 
-// sums[c] += sum_r weights[c][r] points[r] for c < count, r < kRows; all rows are padded
+// sums[c] += sum_r weights[c][r] points[r] for c < count, r < used; all rows are padded
 template <class T>
-void spread(const T* weights, int64_t count, const T* points, int64_t stride, T* const* sums) {
+void spread(const T* weights, int64_t count, const T* points, int64_t stride, T* const* sums, int64_t used = kRows) {
   for (int64_t e = 0; e < stride; e += kWide * lanes<T>)
     in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
       T* rows[M];
       for (int i = 0; i < M; ++i) rows[i] = sums[c + i] + e;
-      spread_tile<T, M>(weights + c * kRows, kRows, points + e, stride, rows);
+      spread_tile<T, M>(weights + c * kRows, used, points + e, stride, rows);
     });
 }
 

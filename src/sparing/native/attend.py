@@ -1,0 +1,57 @@
+"""Softmax of every query over all valid keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.native.library import schemas
+from sparing.native.tensors import adjacent
+
+_CALL = "Tensor? keep, Tensor? bias, float scale"
+schemas.define(f"attend(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)")
+schemas.define(
+    f"attend_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL})"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(output (B, H, n_q, e), log-sum-exp (B, H, n_q)) of q (B, H, n_q, d) over k (B, H, n_k, d), v (B, H, n_k, e).
+
+    keep: (B, n_k), False for padded keys. bias: (B, n_k), added to the scores of a key; -inf hides it. It gets no
+    gradient.
+    """
+    q, k, v = (adjacent(x) for x in (q, k, v))
+    keep, bias = (None if x is None else x.contiguous() for x in (keep, bias))
+    return torch.ops.sparing.attend(q, k, v, keep, bias, scale)
+
+
+@torch.library.register_fake("sparing::attend", lib=schemas)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+
+
+@torch.library.register_fake("sparing::attend_backward", lib=schemas)
+def _(grad: Tensor, lse_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, keep, bias, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, keep, bias, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, keep, bias, out, lse = ctx.saved_tensors
+    grads = torch.ops.sparing.attend_backward(
+        adjacent(grad), lse_grad.contiguous(), q, k, v, out, lse, keep, bias, ctx.scale
+    )
+    return (*grads, None, None, None)
+
+
+torch.library.register_autograd("sparing::attend", _backward, setup_context=_setup, lib=schemas)
