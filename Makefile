@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 $(KERNELS): $(READY) $(CSRC) setup.py
-	$(BIN)/python setup.py -q build_ext --inplace
+	SPARING_REQUIRE_KERNELS=$$(command -v $(CXX)) $(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
 # The tests of the kernels on a build that stops at the first bad access or undefined operation, for all vector widths.

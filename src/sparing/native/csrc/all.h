@@ -25,10 +25,7 @@ namespace sparing::SPARING_ISA {
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
   return {
-      .window_scratch = window_scratch<T>,
-      .window_tasks = window_tasks<T>,
-      .window_forward = window_forward<T>,
-      .window_backward = window_backward<T>,
+      .window = {window_scratch<T>, window_tasks<T>, window_forward<T>, window_backward<T>},
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},
       .top_keys = top_keys_kernels<T>(),

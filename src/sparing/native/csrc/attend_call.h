@@ -1,6 +1,8 @@
 // Exact softmax attention of every query over all valid keys. Included by kernels.h.
 #pragma once
 
+#include "tokens.h"
+
 namespace sparing {
 
 template <class T>

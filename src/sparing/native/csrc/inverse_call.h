@@ -1,6 +1,8 @@
 // The third-order iteration towards inverses of small matrices. Included by kernels.h.
 #pragma once
 
+#include "tokens.h"
+
 namespace sparing {
 
 template <class T>

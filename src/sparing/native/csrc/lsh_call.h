@@ -1,3 +1,9 @@
+#pragma once
+
+#include "tokens.h"
+
+namespace sparing {
+
 // Arguments of the kernels of hash-bucket attention (lsh in Python). Included by kernels.h.
 
 // argmax([-R x; R x]) for several rotations R.
@@ -57,3 +63,5 @@ struct LshKernels {
   // All of one head.
   void (*backward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, T* scratch);
 };
+
+}  // namespace sparing

@@ -1,6 +1,8 @@
 // Means over runs of consecutive valid tokens. Included by kernels.h.
 #pragma once
 
+#include "tokens.h"
+
 namespace sparing {
 
 template <class T>

@@ -4,9 +4,6 @@
 // What a lane computes does not depend on the other lanes of the strip, nor on which keys they make it skip: all sums
 // run over the keys in their order, and a key that a lane does not see adds exactly zero.
 
-template <class T>
-inline constexpr int kStrip = kWide * lanes<T>;
-
 // Rows that are summed at once by mix_rows().
 inline constexpr int kMixed = SPARING_REGISTERS == 32 ? 8 : 4;
 

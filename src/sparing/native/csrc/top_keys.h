@@ -171,7 +171,7 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
         keys[found++] = call.k.at(item, head, next);
       }
       const auto visit = [&](const auto& mask) {
-        masked_scores(block, keys, found, mask);
+        for (int strip = 0; strip < kRows; strip += kStrip<T>) masked_scores(block, keys, {0, found}, strip, mask);
         collect<T>(lists, limits, call.chosen, room, block.scores, place, found);
         if (call.all_lse) absorb(block, keys, keys, found, mask);
       };

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "tokens.h"
+
 namespace sparing {
 
 // Softmax over the keys of largest score of each query.

@@ -41,9 +41,9 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, 
     Tensor lse = fresh(q, {call.items, call.heads, call.tokens}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
-    const KernelsOf<T>& use = kernels().of<T>();
-    in_parallel<T>(use.window_tasks(call), 1, use.window_scratch(call, false),
-                   [&](int64_t begin, int64_t end, T* scratch) { use.window_forward(call, begin, end, scratch); });
+    const WindowKernels<T>& use = kernels().of<T>().window;
+    in_parallel<T>(use.tasks(call), 1, use.scratch(call, false),
+                   [&](int64_t begin, int64_t end, T* scratch) { use.forward(call, begin, end, scratch); });
     return std::make_tuple(out, lse);
   });
 }
@@ -64,9 +64,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.grad_q = grad_q.mutable_data_ptr<T>();
     call.grad_k = grad_k.mutable_data_ptr<T>();
     call.grad_v = grad_v.mutable_data_ptr<T>();
-    const KernelsOf<T>& use = kernels().of<T>();
-    in_parallel<T>(b * h, 1, use.window_scratch(call, true),
-                   [&](int64_t begin, int64_t end, T* scratch) { use.window_backward(call, begin, end, scratch); });
+    const WindowKernels<T>& use = kernels().of<T>().window;
+    in_parallel<T>(b * h, 1, use.scratch(call, true),
+                   [&](int64_t begin, int64_t end, T* scratch) { use.backward(call, begin, end, scratch); });
     return std::make_tuple(grad_q, grad_k, grad_v);
   });
 }
