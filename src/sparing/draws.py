@@ -38,6 +38,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
+def checksum(purpose: str) -> int:
+    """The 32 bits by which a purpose enters the counter."""
+    return zlib.crc32(purpose.encode())
+
+
 @dataclass(frozen=True)
 class Draws:
     """The random numbers of one call: `seed`, and one stream number per head."""
@@ -45,10 +50,15 @@ class Draws:
     seed: int
     streams: Tensor  # (H,) int64: the KV head each head belongs to
 
+    @property
+    def signed_seed(self) -> int:
+        """The seed as kernels take it: a signed number with the same 64 bits."""
+        return (self.seed + 2**63) % 2**64 - 2**63
+
     def _words(self, purpose: str, block: Tensor) -> Tensor:
         """Four 32-bit words for each block number: (H or 1, ...) -> (H, ..., 4)."""
         streams = self.streams.to(block.device).view(-1, *[1] * (block.ndim - 1))
-        tag = torch.full_like(block, zlib.crc32(purpose.encode()))
+        tag = torch.full_like(block, checksum(purpose))
         counter = (block & _LOW, (block >> 32) & _LOW, streams & _LOW, tag)
         return torch.stack(torch.broadcast_tensors(*philox(counter, _split(self.seed))), dim=-1)
 
@@ -85,7 +95,7 @@ def fold(seed: int, *counters: int) -> int:
     """A seed for one part of a computation (a layer, a step), independent of its neighbours'."""
     for number in counters:
         low, high = _split(number)
-        counter = (torch.tensor(low), torch.tensor(high), torch.tensor(0), torch.tensor(zlib.crc32(b"fold")))
+        counter = (torch.tensor(low), torch.tensor(high), torch.tensor(0), torch.tensor(checksum("fold")))
         words = philox(counter, _split(seed))
         seed = (int(words[0]) | int(words[1]) << 32) & (2**63 - 1)
     return seed

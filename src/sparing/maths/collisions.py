@@ -15,6 +15,7 @@ from sparing.draws import Draws
 from sparing.maths.hashing import hyperplanes, sign_codes
 from sparing.maths.tables import Slope, Tokens, bucket_sums, table_sums
 
+PURPOSE = "yoso"  #: what the random numbers are drawn for
 _UNIT = 16  # codes have at most this many bits; the number of the sequence stands above them
 
 
@@ -30,7 +31,7 @@ class Sampler:
     def codes(self, q: Tensor, k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Codes of the queries and of the keys, (B, H, n, few) each, a few hashes at a time."""
         for normals in hyperplanes(
-            self.family, self.draws, "yoso", bits=int(self.bits.max()), hashes=self.hashes, width=q.shape[-1]
+            self.family, self.draws, PURPOSE, bits=int(self.bits.max()), hashes=self.hashes, width=q.shape[-1]
         ):
             yield sign_codes(q, normals, self.bits), sign_codes(k, normals, self.bits)
 

@@ -44,16 +44,33 @@ def hyperplanes(
     Bits that share a rotation depend on each other: codes made of them collide too rarely. Widths below 16 use
     "gaussian": independent normal entries. The first bits do not depend on how many are asked for.
     """
-    if family == "gaussian" or width < _NARROWEST:
-        for first in range(0, hashes, HASHES_AT_ONCE):
-            few = min(HASHES_AT_ONCE, hashes - first)
-            yield draws.normal(f"{purpose}.{first}", bits, few, width)
+    names = draw_names(family, purpose, hashes=hashes, width=width)
+    if is_gaussian(family, width):
+        for first, name in names.items():
+            yield draws.normal(name, bits, min(HASHES_AT_ONCE, hashes - first), width)
         return
-    group = max(1 << (width - 1).bit_length(), _COORDINATES)  # as many codes as coordinates, never wrapped around
-    for start in range(0, hashes, group):
-        rotations = hadamard_rotations(draws, f"{purpose}.{start}", bits, group)[..., :width]  # x is padded by zeros
+    group = _group(family, width)
+    for start, name in names.items():
+        rotations = hadamard_rotations(draws, name, bits, group)[..., :width]  # x is padded by zeros
         for first in range(0, min(group, hashes - start), HASHES_AT_ONCE):
             yield rotations[:, :, first : min(first + HASHES_AT_ONCE, hashes - start)]
+
+
+def is_gaussian(family: Literal["hadamard", "gaussian"], width: int) -> bool:
+    """Whether hyperplanes of this width are normal vectors."""
+    return family == "gaussian" or width < _NARROWEST
+
+
+def draw_names(
+    family: Literal["hadamard", "gaussian"], purpose: str, *, hashes: int, width: int
+) -> dict[int, str]:
+    """The purposes of the draws for `hashes` codes: each with the first hash that it serves."""
+    return {first: f"{purpose}.{first}" for first in range(0, hashes, _group(family, width))}
+
+
+def _group(family: Literal["hadamard", "gaussian"], width: int) -> int:
+    """Codes from one draw: of a rotation as many as it has coordinates, never wrapped around."""
+    return HASHES_AT_ONCE if is_gaussian(family, width) else max(1 << (width - 1).bit_length(), _COORDINATES)
 
 
 def sign_codes(x: Tensor, normals: Tensor, bits: Tensor | None = None) -> Tensor:

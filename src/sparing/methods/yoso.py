@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparing.call import Call
+from sparing.draws import checksum
 from sparing.maths import dense
-from sparing.maths.collisions import Sampler, collision_sums
-from sparing.maths.hashing import HASHES_AT_ONCE
+from sparing.maths.collisions import PURPOSE, Sampler, collision_sums
+from sparing.maths.hashing import HASHES_AT_ONCE, draw_names, is_gaussian
 from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.native import yoso as kernels
+from sparing.native.unit_rows import unit_rows as native_unit_rows
 from sparing.state import add_convolution, beside_convolution, check_width, convolution_of, learned_convolution
 
 _MOST_BITS = 16
@@ -99,7 +102,7 @@ class Yoso(Method):
         weights = weights if visible is None else weights * visible
         slope = steepness(x.detach()) if self.gradient == "exact" else 0.5
         weights = _Weights.apply(x, weights, weights * slope * bits.view(-1, 1, 1, 1))
-        return self._normalized(weights @ self._values(v), v, call)
+        return self._normalized(weights @ self._values(v), v, call, by=unit_rows)
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.expectation:
@@ -107,7 +110,26 @@ class Yoso(Method):
         q, k = (unit_rows(x, 1e-12) for x in (q, k))
         slope = steepness if self.gradient == "exact" else None
         sums = collision_sums(q, k, self._values(v), self._sampler(q, k, call), call, slope)
-        return self._normalized(sums, v, call)
+        return self._normalized(sums, v, call, by=unit_rows)
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if self.expectation:  # dense, and no kernel is faster at that than matrix products
+            return None
+        width, draws = q.shape[-1], call.draws
+        purposes = draw_names(self.hash, PURPOSE, hashes=self.hashes, width=width).values()
+        sampling = (
+            draws.streams,
+            self._bits(k, call),
+            draws.signed_seed,
+            [checksum(name) for name in purposes],
+            self.hashes,
+            is_gaussian(self.hash, width),
+        )
+        if call.noted:
+            call.note(query_codes=kernels.codes(q, *sampling), key_codes=kernels.codes(k, *sampling))
+        exact = self.gradient == "exact"
+        sums = kernels.collision_sums(q, k, self._values(v), call.keep, *sampling, call.is_causal, exact)
+        return self._normalized(sums, v, call, by=native_unit_rows)
 
     def _bits(self, k: Tensor, call: Call) -> Tensor:
         """(B or 1,) bits of each item's codes."""
@@ -129,9 +151,9 @@ class Yoso(Method):
         """With a column of ones where the sum of the weights is needed."""
         return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1) if self.normalize == "sum" else v
 
-    def _normalized(self, sums: Tensor, v: Tensor, call: Call) -> Tensor:
+    def _normalized(self, sums: Tensor, v: Tensor, call: Call, by: Callable[[Tensor, float], Tensor]) -> Tensor:
         if self.normalize == "l2":  # eq. 6
-            out = unit_rows(sums, dense.smallest(sums.dtype))
+            out = by(sums, dense.smallest(sums.dtype))
         else:
             out = dense.divide_rows(sums[..., :-1], sums[..., -1:]) if self.normalize == "sum" else sums
         return add_convolution(out, v, call, self.name, self.convolution)
@@ -161,11 +183,15 @@ class Yoso(Method):
 
 
 def unit_rows(x: Tensor, smallest: float) -> Tensor:
-    """Rows divided by their length; a row without an entry as large as `smallest` gives zeros and gets no gradient."""
-    top = x.detach().abs().amax(-1, keepdim=True)
+    """Rows divided by their length; a row without an entry as large as `smallest` gives zeros and gets no gradient.
+
+    In float64, rounded once: another order of the sum then gives the same bits, hence the same codes.
+    """
+    wide = x.double()
+    top = wide.detach().abs().amax(-1, keepdim=True)
     empty = top < smallest
-    x = x / top.masked_fill(empty, 1.0)  # the squares of huge and of tiny entries are out of range
-    return (x / x.norm(dim=-1, keepdim=True).masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+    wide = wide / top.masked_fill(empty, 1.0)  # the squares of huge and of tiny entries are out of range
+    return (wide / wide.norm(dim=-1, keepdim=True).masked_fill(empty, 1.0)).masked_fill(empty, 0.0).to(x.dtype)
 
 
 def agreement(x: Tensor) -> Tensor:

@@ -21,17 +21,19 @@ namespace sparing::SPARING_ISA {
 #include "attend.h"
 #include "segments.h"
 #include "inverse.h"
+#include "yoso.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
   return {
-      .window = {window_scratch<T>, window_tasks<T>, window_forward<T>, window_backward<T>},
+      .attend = attend_kernels<T>(),
+      .inverse = inverse_kernels<T>(),
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},
-      .top_keys = top_keys_kernels<T>(),
-      .attend = attend_kernels<T>(),
       .segments = segment_kernels<T>(),
-      .inverse = inverse_kernels<T>(),
+      .top_keys = top_keys_kernels<T>(),
+      .window = {window_scratch<T>, window_tasks<T>, window_forward<T>, window_backward<T>},
+      .yoso = yoso_kernels<T>(),
   };
 }
 

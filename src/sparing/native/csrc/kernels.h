@@ -8,17 +8,19 @@
 #include "segments_call.h"
 #include "top_keys_call.h"
 #include "window_call.h"
+#include "yoso_call.h"
 
 namespace sparing {
 
 template <class T>
 struct KernelsOf {
-  WindowKernels<T> window;
-  LshKernels<T> lsh;
-  TopKeysKernels<T> top_keys;
   AttendKernels<T> attend;
-  SegmentKernels<T> segments;
   InverseKernels<T> inverse;
+  LshKernels<T> lsh;
+  SegmentKernels<T> segments;
+  TopKeysKernels<T> top_keys;
+  WindowKernels<T> window;
+  YosoKernels<T> yoso;
 };
 
 struct Kernels {

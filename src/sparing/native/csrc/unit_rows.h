@@ -1,0 +1,82 @@
+// Rows divided by their length. Length and quotient are formed in double and rounded once, so that any order of the sum
+// gives the same float, but for a chance of about 2^-28 per entry.
+
+// lanes<double> entries, as double
+template <class T>
+SPARING_INLINE Vec<double> widened(const T* p) {
+  typedef T narrow __attribute__((vector_size(sizeof(T) * lanes<double>), aligned(alignof(T)), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const narrow*>(p), Vec<double>);
+}
+
+// The sum of the lanes, by halves.
+template <class T>
+SPARING_INLINE T folded(Vec<T> x) {
+  for (int half = lanes<T> / 2; half > 0; half /= 2) {
+    IntVec<T> from{};
+    for (int i = 0; i < lanes<T>; ++i) from[i] = Int<T>((i + half) % lanes<T>);
+    x += __builtin_shuffle(x, from);
+  }
+  return x[0];
+}
+
+// What a row is multiplied by, in two steps: zeros where it has no entry as large as `smallest`.
+struct Shrink {
+  double first, second;
+
+  SPARING_INLINE double operator()(double x) const { return x * first * second; }
+};
+
+template <class T>
+Shrink to_unit(const T* row, int64_t width, double smallest) {
+  constexpr int step = lanes<double>;
+  double top = 0;
+  for (int64_t k = 0; k < width; ++k) {
+    const double size = __builtin_fabs(double(row[k]));
+    top = size > top ? size : top;
+  }
+  if (!(top >= smallest)) return {0.0, 0.0};
+  const double first = sizeof(T) == 4 ? 1.0 : 1.0 / top;  // the squares of huge and of tiny doubles are out of range
+  Vec<double> sums{};
+  int64_t k = 0;
+  for (; k + step <= width; k += step) {
+    const Vec<double> x = widened(row + k) * first;
+    sums += x * x;
+  }
+  double total = folded<double>(sums);
+  for (; k < width; ++k) total += (double(row[k]) * first) * (double(row[k]) * first);
+  return {first, 1.0 / __builtin_sqrt(total)};
+}
+
+template <class T>
+void unit_rows_forward(const UnitRows<T>& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t unit = row / call.tokens;
+    const T* x = call.x.at(unit / call.heads, unit % call.heads, row % call.tokens);
+    const Shrink unit_of = to_unit(x, call.width, call.smallest);
+    for (int64_t k = 0; k < call.width; ++k) call.out[row * call.width + k] = T(unit_of(double(x[k])));
+  }
+}
+
+// grad of x / |x|: (grad - u (u . grad)) / |x| with u = x / |x|
+template <class T>
+SPARING_INLINE void unit_row_backward(const T* x, const T* grad, int64_t width, double smallest, double factor, T* to) {
+  constexpr int step = lanes<double>;
+  const Shrink unit_of = to_unit(x, width, smallest);
+  const double scale = unit_of.first * unit_of.second;
+  Vec<double> sums{};
+  int64_t k = 0;
+  for (; k + step <= width; k += step) sums += widened(x + k) * unit_of.first * widened(grad + k);
+  double along = folded<double>(sums);
+  for (; k < width; ++k) along += double(x[k]) * unit_of.first * double(grad[k]);
+  along *= unit_of.second;
+  for (k = 0; k < width; ++k) to[k] = T((double(grad[k]) - unit_of(double(x[k])) * along) * scale * factor);
+}
+
+template <class T>
+void unit_rows_backward(const UnitRows<T>& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t unit = row / call.tokens, item = unit / call.heads, head = unit % call.heads;
+    unit_row_backward(call.x.at(item, head, row % call.tokens), call.grad.at(item, head, row % call.tokens), call.width,
+                      call.smallest, 1.0, call.out + row * call.width);
+  }
+}

@@ -1,0 +1,22 @@
+// The kernels of yoso, in parts.
+
+#include "unit_rows.h"
+#include "yoso_hash.h"
+#include "yoso_tables.h"
+#include "yoso_pairs.h"
+
+template <class T>
+constexpr YosoKernels<T> yoso_kernels() {
+  return {
+      .unit_rows_forward = unit_rows_forward<T>,
+      .unit_rows_backward = unit_rows_backward<T>,
+      .hash_scratch = yoso::hash_scratch<T>,
+      .hash_tasks = yoso::hash_tasks<T>,
+      .hash_codes = yoso::hash_codes<T>,
+      .table_scratch = yoso::table_scratch<T>,
+      .table_tasks = yoso::table_tasks<T>,
+      .table_sums = yoso::table_sums<T>,
+      .pair_scratch = yoso::pair_scratch<T>,
+      .pair_sums = yoso::pair_sums<T>,
+  };
+}

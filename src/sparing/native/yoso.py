@@ -1,0 +1,95 @@
+"""Sums over tokens whose hash codes collide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.native.autograd import once_differentiable
+from sparing.native.library import schemas
+from sparing.native.tensors import adjacent
+
+_SAMPLING = "Tensor streams, Tensor bits, int seed, int[] purposes, int hashes, bool gaussian"
+_CALL = f"Tensor q, Tensor k, Tensor v, Tensor? keep, {_SAMPLING}, bool causal, bool exact"
+schemas.define(f"yoso_codes(Tensor x, {_SAMPLING}) -> Tensor")
+schemas.define(f"yoso({_CALL}) -> Tensor")
+schemas.define(
+    f"yoso_backward(Tensor grad, {_CALL}, bool to_q, bool to_k, bool to_v)"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+)
+
+
+def codes(
+    x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Sequence[int], hashes: int, gaussian: bool
+) -> Tensor:
+    """The codes (B, H, n, hashes) of the tokens x (B, H, n, d), as int64; the other arguments as for `collision_sums`."""
+    return torch.ops.sparing.yoso_codes(
+        adjacent(x), streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian
+    )
+
+
+def collision_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    streams: Tensor,
+    bits: Tensor,
+    seed: int,
+    purposes: Sequence[int],
+    hashes: int,
+    gaussian: bool,
+    causal: bool,
+    exact: bool,
+) -> Tensor:
+    """(B, H, n_q, e): the sum over the keys of the share of the hashes in which query and key collide, times the value.
+
+    q, k: of any length; only their direction counts. v: of the type of q, or in bfloat16; sums are in the type of q.
+    keep: (B, n_k), False for padded keys. streams: (H,), seed (as a signed number of 64 bits), purposes: the key of the
+    random numbers; one purpose per group of hashes. bits: (B or 1,). gaussian: normal hyperplanes, not Hadamard
+    matrices. exact: the derivative of a weight is that of the probability of a collision, not the lower bound.
+    """
+    q, k, v = (adjacent(x) for x in (q, k, v))
+    keep = None if keep is None else keep.contiguous()
+    return torch.ops.sparing.yoso(
+        q, k, v, keep, streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian, causal, exact
+    )
+
+
+@torch.library.register_fake("sparing::yoso_codes", lib=schemas)
+def _(x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Any, hashes: int, gaussian: bool) -> Tensor:
+    return x.new_empty(*x.shape[:3], hashes, dtype=torch.int64)
+
+
+@torch.library.register_fake("sparing::yoso", lib=schemas)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@torch.library.register_fake("sparing::yoso_backward", lib=schemas)
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    wanted = zip((q, k, v), others[-3:], strict=True)
+    return tuple(q.new_empty(x.shape if needed else 0) for x, needed in wanted)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, keep, streams, bits, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, keep, streams, bits)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, keep, streams, bits = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:3]
+    # The codes are drawn again: what is kept does not grow with the number of hashes.
+    grads = torch.ops.sparing.yoso_backward(
+        adjacent(grad), q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
+    )
+    grad_q, grad_k, grad_v = (g if wanted else None for g, wanted in zip(grads, needed, strict=True))
+    return grad_q, grad_k, None if grad_v is None else grad_v.to(v.dtype), *[None] * 9
+
+
+torch.library.register_autograd("sparing::yoso", _backward, setup_context=_setup, lib=schemas)
+once_differentiable("yoso_backward")
