@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from sparing import native
 from sparing.method import _REGISTRY
 from sparing.methods.nystrom import Nystrom
 
@@ -68,7 +69,8 @@ def test_a_broken_method_fails_the_check(method, check, monkeypatch):
     monkeypatch.setitem(_REGISTRY, method.name, type(method))  # so that its spec parses
     row = row_of(method, check)
     assert CHECKS[check].applies(row)
-    with pytest.raises(AssertionError, match=method.name):
+    # The methods are broken in plain PyTorch; the kernels that they inherit are not.
+    with native.switched_off(), pytest.raises(AssertionError, match=method.name):
         CHECKS[check](row, "auto")
 
 

@@ -101,6 +101,8 @@ def test_taking_out_the_largest_product_only_underflows():
 class ZeroKeys(RandomFeatures):
     """Padding as k = 0: phi(0) = F^(-1/2) enters the denominator."""
 
+    native = sparing.Method.native  # none
+
     def fast(self, q, k, v, call):
         return super().fast(q, k, v, replace(call, keep=None))
 
@@ -108,6 +110,8 @@ class ZeroKeys(RandomFeatures):
 @dataclass(frozen=True, kw_only=True)
 class Floor(RandomFeatures):
     """One shift for all keys of the batch, and a floor added to the features: the shift no longer cancels."""
+
+    native = sparing.Method.native  # none
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         phi_q, phi_k, log_k = self.log_features(q, k, call)

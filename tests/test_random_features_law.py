@@ -90,6 +90,8 @@ class SqrtBlocks(RandomFeatures):
 class ScaledTwice(RandomFeatures):
     """d^(-1/4) applied once more: temperature d in place of sqrt(d)."""
 
+    native = sparing.Method.native  # none
+
     def log_features(self, q, k, call):
         factor = q.shape[-1] ** -0.25
         return super().log_features(factor * q, factor * k, call)

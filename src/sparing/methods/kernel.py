@@ -14,6 +14,7 @@ from sparing.maths import dense
 from sparing.maths.features import elu_features, square_features
 from sparing.maths.linear import feature_weights, linear_flops, linear_sums, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
+from sparing.native.features import Map, feature_mix, feature_sums
 
 _ROWS = 256  # queries per block of a dense product
 
@@ -156,6 +157,23 @@ class Kernel(Method):
             return dense.divide_rows(sums, count)
         empty = dense.vanishes(total)
         return torch.where(empty, dense.divide_rows(values, count), sums / total.masked_fill(empty, 1.0))
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if self.kind != "elu" or call.mask is not None:
+            return None  # the other kinds, and masks by query, are dense products of torch
+        if call.is_causal:
+            return None
+        by_row = self.normalize == "row"
+        kind = Map.ELU if by_row else Map.PLAIN_ELU
+        sums, mass, _ = feature_sums(k, None, v, call.keep, kind)
+        out, total = feature_mix(q, None, sums, mass if by_row else None, kind)
+        if self.normalize == "length":
+            return dense.divide_rows(out, plain_sums(v, call, q.shape[-2])[1])
+        empty = dense.vanishes(total)
+        if bool(empty.any()):
+            means = dense.divide_rows(*plain_sums(v, call, q.shape[-2]))
+            out = torch.where(empty.unsqueeze(-1), means, out)
+        return out
 
     def _squares_pay(self, n_q: int, n_k: int, d: int, call: Call) -> bool:
         """Whether `poly` is faster through its feature map: measured, when its features are half the keys or fewer."""

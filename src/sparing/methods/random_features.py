@@ -13,6 +13,7 @@ from sparing.call import Call
 from sparing.maths import dense
 from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, linear_flops, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.native.features import Map, feature_mix, feature_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,15 @@ class RandomFeatures(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self._note_variance(q, k, call)
         return linear_attention(self.log_features(q, k, call), v, call)
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if call.is_causal:
+            return None
+        self._note_variance(q, k, call)
+        rows = self.projection(q.shape[-1], call).to(q.dtype).expand(q.shape[0], -1, -1, -1)
+        root = math.sqrt(abs(call.scale))
+        sums, mass, _ = feature_sums(k, rows, v, call.keep, Map.EXPONENTIAL, root)
+        return feature_mix(q, rows, sums, mass, Map.EXPONENTIAL, math.copysign(root, call.scale))[0]
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         f, units = self.features, shape.batch * shape.heads

@@ -15,6 +15,7 @@ from sparing.maths import dense, linalg
 from sparing.maths.landmarks import Landmarks, draw_landmarks
 from sparing.maths.packing import attend_items
 from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
+from sparing.native.features import Map, feature_mix, feature_sums
 
 _FLOOR = 1e-12  # of a softmax row sum, relative to the heaviest key: smaller ones are not divided by
 # M can be singular (equal or close rows). Any damping keeps the lower bound and costs at most that much accuracy, so
@@ -91,7 +92,8 @@ class Skyformer(Method):
         left, right = lift.columns.split([q.shape[-2], k.shape[-2]], dim=-2)  # B_Q (B, H, n_q, m), B_K (B, H, n_k, m)
         weights = left @ self.solve(lift.middle, right.mT)  # C~ (B, H, n_q, n_k), eq. 6
         if self.kernel == "softmax":
-            out = normalised(weights @ rescaled(values, k, call), left, values, k, call, lift.landmarks)
+            known = left @ landmark_keys(values, k, call, lift.landmarks, q.shape[-2])
+            out = normalised(weights @ rescaled(values, k, call), known)
         else:
             out = weights @ values
         covered = self.covered(lift.landmarks)[:, None, None, None]
@@ -108,11 +110,37 @@ class Skyformer(Method):
         # B_K^T V first, then the solve, then B_Q: C~ itself is never formed.
         if self.kernel == "softmax":
             sums = left @ self.solve(lift.middle, right.mT @ rescaled(v, k, call))
-            out = normalised(sums, left, v, k, call, lift.landmarks)
+            out = normalised(sums, left @ landmark_keys(v, k, call, lift.landmarks, n_q))
         else:
             out = left @ self.solve(lift.middle, (right.mT @ v).double()).to(work)
-        items = self.covered(lift.landmarks).expand(q.shape[0]).nonzero().squeeze(-1)
-        return (attend_items(out, items, self.exact, q, k, v, call) if len(items) else out).to(dtype)
+        return self.with_covered_items(out, q, k, v, call, lift.landmarks).to(dtype)
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        dtype, n_q, n_k = v.dtype, q.shape[-2], k.shape[-2]
+        work = torch.float64 if self.kernel == "softmax" or self.gamma < _FLOAT32_GAMMA else dtype
+        q, k, v = q.to(work), k.to(work), v.to(work)
+        if self.sampling != "all" and n_q + n_k <= self.landmarks and not call.noted:
+            return self.exact(q, k, v, call).to(dtype)
+        chosen = draw_landmarks(self.sampling, self.landmarks, n_q, n_k, call, q.device)
+        points = landmark_rows(q, k, chosen)
+        values = rescaled(v, k, call) if self.kernel == "softmax" else v
+        factor = -call.scale / 2
+        sums, _, _ = feature_sums(k, points, values, call.keep, Map.GAUSSIAN, factor)
+        middle = self.middle(math.sqrt(call.scale) * points.double(), chosen)
+        table = self.solve(middle, sums.double() * chosen.used.unsqueeze(-1)).to(work)
+        if self.kernel == "softmax":
+            table = torch.cat([table, landmark_keys(v, k, call, chosen, n_q)], dim=-1)
+        out, _ = feature_mix(q, points, table, None, Map.GAUSSIAN, factor)
+        if self.kernel == "softmax":
+            out = normalised(*out.chunk(2, dim=-1))
+        if call.noted:
+            self.lift(q, k, call)
+        return self.with_covered_items(out, q, k, v, call, chosen).to(dtype)
+
+    def with_covered_items(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, chosen: Landmarks) -> Tensor:
+        """`out` with the exact target for the items that `covered` names."""
+        items = self.covered(chosen).expand(q.shape[0]).nonzero().squeeze(-1)
+        return attend_items(out, items, self.exact, q, k, v, call) if len(items) else out
 
     def lift(self, q: Tensor, k: Tensor, call: Call) -> Lift:
         """Landmarks, and the kernel of all rows and of the landmarks against them (eqs. 4 and 5)."""
@@ -127,12 +155,16 @@ class Skyformer(Method):
         if call.keep is not None:
             seen = torch.cat([call.keep.new_ones(call.keep.shape[0], n_q), call.keep], dim=-1)
             columns = columns * seen[:, None, :, None]
-        eye = torch.eye(used.shape[-1], dtype=torch.float64, device=q.device)
-        pairs = used & used.mT & (eye == 0)
-        middle = gaussian(points.double(), points.double()) * pairs + eye
+        middle = self.middle(points.double(), chosen)
         if call.noted:
             self.explain(columns, middle, chosen, call)
         return Lift(columns, middle, chosen)
+
+    def middle(self, points: Tensor, chosen: Landmarks) -> Tensor:
+        """M, from the landmark rows of X."""
+        used = chosen.used.unsqueeze(-2)
+        eye = torch.eye(used.shape[-1], dtype=points.dtype, device=points.device)
+        return gaussian(points, points) * (used & used.mT & (eye == 0)) + eye
 
     def solve(self, middle: Tensor, right: Tensor) -> Tensor:
         """(M + gamma I)^-1 right, in float64."""
@@ -219,19 +251,29 @@ def rescaled(v: Tensor, k: Tensor, call: Call) -> Tensor:
     return torch.cat([v * weights, weights], dim=-1)
 
 
-def normalised(sums: Tensor, left: Tensor, v: Tensor, k: Tensor, call: Call, chosen: Landmarks) -> Tensor:
-    """sums (B, H, n_q, e + 1) divided by their last column, the row sums, where these can be right.
+def landmark_rows(q: Tensor, k: Tensor, chosen: Landmarks) -> Tensor:
+    """The landmarks among the rows of [Q; K], without joining the two (B, H, m, d)."""
+    rows, n_q = chosen.rows.unsqueeze(-1), q.shape[-2]
+    from_q = q.take_along_dim(rows.clamp_max(n_q - 1), dim=-2)
+    return torch.where(rows < n_q, from_q, k.take_along_dim((rows - n_q).clamp_min(0), dim=-2))
 
-    What the landmark keys contribute to a row sum is known exactly. A sum below that (C~ may be negative) is wrong,
-    and dividing by it would blow up; such a row gets exact attention over the landmark keys.
-    """
-    total, n_q = sums[..., -1:], left.shape[-2]
+
+def landmark_keys(v: Tensor, k: Tensor, call: Call, chosen: Landmarks, n_q: int) -> Tensor:
+    """The rows of `rescaled` at the landmarks that are keys, each key shared among its repeats (B, H, m, e + 1)."""
     is_key = (chosen.rows >= n_q).unsqueeze(-1)  # (B or 1, H or 1, m, 1)
     repeats = (chosen.rows.unsqueeze(-1) == chosen.rows.unsqueeze(-2)).sum(-1, keepdim=True)
     at = (chosen.rows - n_q).clamp_min(0).unsqueeze(-1)
     share = key_weights(k, call).take_along_dim(at, dim=-2) * is_key / repeats
-    terms = left * share.mT  # (B, H, n_q, m)
-    known = terms.sum(-1, keepdim=True)
-    trusted = total > known.clamp_min(_FLOOR)
-    fallback = dense.divide_rows(terms @ v.take_along_dim(at, dim=-2), known)
+    return torch.cat([v.take_along_dim(at, dim=-2) * share, share], dim=-1)
+
+
+def normalised(sums: Tensor, known: Tensor) -> Tensor:
+    """sums (B, H, n_q, e + 1) divided by their last column, the row sums, where these can be right.
+
+    What the landmark keys contribute to a row sum is known exactly. A sum below that (C~ may be negative) is wrong,
+    and dividing by it would blow up; such a row gets exact attention over the landmark keys, `known`.
+    """
+    total = sums[..., -1:]
+    trusted = total > known[..., -1:].clamp_min(_FLOOR)
+    fallback = dense.divide_rows(known[..., :-1], known[..., -1:])
     return torch.where(trusted, sums[..., :-1] / total.masked_fill(~trusted, 1.0), fallback)

@@ -22,11 +22,15 @@ namespace sparing::SPARING_ISA {
 #include "segments.h"
 #include "inverse.h"
 #include "yoso.h"
+#include "feature_maps.h"
+#include "feature_sums.h"
+#include "feature_grads.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
   return {
       .attend = attend_kernels<T>(),
+      .features = feature_kernels<T>(),
       .inverse = inverse_kernels<T>(),
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},

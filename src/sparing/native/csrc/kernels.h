@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attend_call.h"
+#include "features_call.h"
 #include "inverse_call.h"
 #include "lsh_call.h"
 #include "segments_call.h"
@@ -15,6 +16,7 @@ namespace sparing {
 template <class T>
 struct KernelsOf {
   AttendKernels<T> attend;
+  FeatureKernels<T> features;
   InverseKernels<T> inverse;
   LshKernels<T> lsh;
   SegmentKernels<T> segments;
