@@ -10,8 +10,10 @@ from sparing.maths import tables
 from sparing.methods.yoso import Yoso
 
 from collision_cases import assert_close, clustered, dense_weights, tracked, unit
-from inputs import Inputs, make, run
+from inputs import Inputs, by, make, run
 from largest import largest_tensor
+
+both_paths = pytest.mark.parametrize("impl", ["native", "torch"])  # with kernels where there are some, and without
 
 
 def brute_gradients(method: Yoso, x: Inputs, b: Tensor, g: Tensor, bits: int) -> list[Tensor]:
@@ -36,12 +38,13 @@ CASES = [(1, 0), (2, 0), (7, 0), (33, 0), (33, 2), (100, 1), (257, 1), (257, 4)]
 @pytest.mark.parametrize("gradient", ["lower_bound", "exact"])
 @pytest.mark.parametrize(("n", "bits"), CASES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_given_the_codes_tables_equal_the_dense_product_and_its_gradients(n, bits, causal, gradient):
+@both_paths
+def test_given_the_codes_tables_equal_the_dense_product_and_its_gradients(n, bits, causal, gradient, impl):
     method = Yoso(hashes=3, bits=bits or None, normalize="none", gradient=gradient)
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         x = tracked(clustered(n, dtype=dtype))
         b = dense_weights(method, x, causal=causal)
-        out = run(method, x, is_causal=causal)
+        out = by(impl, method, x, is_causal=causal)
         assert_close(out, b @ x.payload.double(), tolerance)
         g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         found = torch.autograd.grad(out, x.leaves(), g)
@@ -93,7 +96,8 @@ def test_gradcheck_of_the_values_on_the_sampled_path():
 
 
 @pytest.mark.parametrize("bits", [1, 3])
-def test_nothing_leaks_from_the_future_through_large_buckets(bits):
+@both_paths
+def test_nothing_leaks_from_the_future_through_large_buckets(bits, impl):
     """Bit-equal outputs and gradients, although most tokens share a bucket with later ones."""
     method = Yoso(hashes=2, bits=bits)
     n, t = 300, 170
@@ -109,7 +113,7 @@ def test_nothing_leaks_from_the_future_through_large_buckets(bits):
                 )
             )
         y = tracked(y)
-        out = run(method, y, is_causal=True)[:, :, : t + 1]
+        out = by(impl, method, y, is_causal=True)[:, :, : t + 1]
         grads = torch.autograd.grad(out, y.leaves(), torch.ones_like(out))
         seen.append([out, *(g[..., : t + 1, :] for g in grads)])
         assert all(bool((g[..., t + 1 :, :] == 0).all()) for g in grads)
@@ -128,16 +132,17 @@ def test_a_prefix_gives_the_first_rows_when_the_bits_are_fixed():
 
 def largest(method: Yoso, n: int, impl: str, causal: bool) -> int:
     x = tracked(make(method, batch=1, n_q=n, d=16, e=16))
-    return largest_tensor(lambda: run(method, x, impl=impl, is_causal=causal).sum().backward())
+    return largest_tensor(lambda: by(impl, method, x, is_causal=causal).sum().backward())
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_grows_with_neither_the_square_of_the_length_nor_the_hashes(causal):
-    few, many = (largest(Yoso(hashes=m), 200, "auto", causal) for m in (32, 96))
+@both_paths
+def test_memory_grows_with_neither_the_square_of_the_length_nor_the_hashes(causal, impl):
+    few, many = (largest(Yoso(hashes=m), 200, impl, causal) for m in (32, 96))
     assert many == few, f"largest tensor {few} entries at 32 hashes, {many} at 96"
-    short, long = (largest(Yoso(hashes=2, bits=8), n, "auto", causal) for n in (500, 2000))
+    short, long = (largest(Yoso(hashes=2, bits=8), n, impl, causal) for n in (500, 2000))
     assert long <= 4.2 * short, f"largest tensor {short} entries at 500 tokens, {long} at 2000"
-    wide, wider = (largest(Yoso(hashes=2, bits=b, hash="gaussian"), 300, "auto", causal) for b in (9, 16))
+    wide, wider = (largest(Yoso(hashes=2, bits=b, hash="gaussian"), 300, impl, causal) for b in (9, 16))
     assert wider <= 1.5 * wide, "tables must not hold empty buckets"
     short, long = (largest(Yoso(hashes=2), n, "reference", causal) for n in (500, 1000))
     assert long > 3.5 * short, "the control: the dense reference is quadratic"
@@ -157,7 +162,7 @@ def visits(n: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> int:
         return packed(rows, slot, tiles)
 
     x = tracked(make(method, batch=1, n_q=n, d=16, e=16))
-    out = run(method, x, is_causal=causal).sum()
+    out = by("torch", method, x, is_causal=causal).sum()
     with monkeypatch.context() as patch:
         patch.setattr(tables, "_pair_sums", count_pairs)
         patch.setattr(tables, "_packed", count_rows)
@@ -177,14 +182,15 @@ def test_work_in_large_buckets_grows_with_the_length(causal, choice, monkeypatch
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_threads_do_not_change_a_bit(causal):
+@both_paths
+def test_threads_do_not_change_a_bit(causal, impl):
     x = tracked(clustered(200, dtype=torch.float32))
     before = torch.get_num_threads()
     seen = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            out = run(Yoso(hashes=3, bits=4), x, is_causal=causal)
+            out = by(impl, Yoso(hashes=3, bits=4), x, is_causal=causal)
             seen.append([out, *torch.autograd.grad(out[..., 0].sum(), x.leaves())])
     finally:
         torch.set_num_threads(before)

@@ -136,7 +136,8 @@ def test_one_bucket_for_all(n, causal):
     leaves = [x.requires_grad_() for x in (q.detach(), k.detach(), v)]
     method = Yoso(hashes=3, bits=1, normalize="none")
     found, wanted = (
-        sparing.attention(*leaves, method=method, seed=0, is_causal=causal, impl=impl) for impl in ("native", "reference")
+        sparing.attention(*leaves, method=method, seed=0, is_causal=causal, impl=impl)
+        for impl in ("native", "reference")
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
     weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -203,7 +204,9 @@ def test_reads_any_strides():
     wanted = collision_sums(*(x.contiguous() for x in (q, k, v)), *rest)
     assert torch.equal(collision_sums(q, k, v, *rest), wanted)
     assert torch.equal(collision_sums(*(x.mT.contiguous().mT for x in (q, k, v)), *rest), wanted)
-    assert torch.equal(collision_sums(q, k, v.bfloat16().mT.contiguous().mT, *rest), collision_sums(q, k, v.bfloat16(), *rest))
+    assert torch.equal(
+        collision_sums(q, k, v.bfloat16().mT.contiguous().mT, *rest), collision_sums(q, k, v.bfloat16(), *rest)
+    )
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

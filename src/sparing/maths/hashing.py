@@ -61,9 +61,7 @@ def is_gaussian(family: Literal["hadamard", "gaussian"], width: int) -> bool:
     return family == "gaussian" or width < _NARROWEST
 
 
-def draw_names(
-    family: Literal["hadamard", "gaussian"], purpose: str, *, hashes: int, width: int
-) -> dict[int, str]:
+def draw_names(family: Literal["hadamard", "gaussian"], purpose: str, *, hashes: int, width: int) -> dict[int, str]:
     """The purposes of the draws for `hashes` codes: each with the first hash that it serves."""
     return {first: f"{purpose}.{first}" for first in range(0, hashes, _group(family, width))}
 

@@ -25,7 +25,7 @@ schemas.define(
 def codes(
     x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Sequence[int], hashes: int, gaussian: bool
 ) -> Tensor:
-    """The codes (B, H, n, hashes) of the tokens x (B, H, n, d), as int64; the other arguments as for `collision_sums`."""
+    """The codes (B, H, n, hashes) of the tokens x (B, H, n, d), as int64; the rest as for `collision_sums`."""
     return torch.ops.sparing.yoso_codes(
         adjacent(x), streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian
     )

@@ -1,4 +1,9 @@
 // What the kernels of features take; included by kernels.h.
+#pragma once
+
+#include "tokens.h"
+
+namespace sparing {
 
 // phi_f(x), the weight that token x gives to feature f, is known up to a factor per token where a map has large or
 // tiny values: phi_f(x) = entry * exp(log(x)).
@@ -72,3 +77,5 @@ struct FeatureKernels {
   void (*grads)(const FeatureGrads<T>&, int64_t begin, int64_t end, T* scratch);  // a task is a chunk of a head
   void (*merge_grads)(const FeatureGrads<T>&, int64_t begin, int64_t end);        // a task is a head
 };
+
+}  // namespace sparing
