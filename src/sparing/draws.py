@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparing import native
+from sparing.native.random import random_bits, random_uniform
+
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -70,6 +73,9 @@ class Draws:
     def bits(self, purpose: str, *shape: int) -> Tensor:
         """`bits_at` of the indices 0, 1, 2, ... laid out as (H, *shape)."""
         count = math.prod(shape)
+        if native.ready(torch.empty(0, device=self.streams.device)):
+            found = random_bits(self.streams, self.signed_seed, checksum(purpose), count)
+            return found.view(len(self.streams), *shape)
         blocks = torch.arange((count + 3) // 4, device=self.streams.device).unsqueeze(0)
         return self._words(purpose, blocks).flatten(1)[:, :count].reshape(-1, *shape)
 
@@ -79,6 +85,9 @@ class Draws:
 
     def uniform(self, purpose: str, *shape: int) -> Tensor:
         """Float64 in (0, 1), shape (H, *shape)."""
+        if native.ready(torch.empty(0, device=self.streams.device)):
+            found = random_uniform(self.streams, self.signed_seed, checksum(purpose), math.prod(shape))
+            return found.view(len(self.streams), *shape)
         return (self.bits(purpose, *shape).double() + 0.5) / 2**32
 
     def normal(self, purpose: str, *shape: int) -> Tensor:

@@ -5,9 +5,8 @@ import torch
 
 import sparing
 from sparing import native
-from sparing.draws import Draws, checksum
+from sparing.draws import checksum
 from sparing.methods.yoso import Yoso, unit_rows
-from sparing.native.draws import draw_bits
 from sparing.native.unit_rows import unit_rows as native_unit_rows
 from sparing.native.yoso import codes, collision_sums
 
@@ -40,12 +39,6 @@ def sampling(d, *, hashes=9, bits=4, gaussian=False, heads=2, seed=7):
     purposes = [checksum(f"yoso.{first}") for first in range(0, hashes, group)]
     bits = torch.tensor([bits] if isinstance(bits, int) else bits)
     return torch.arange(heads), bits, seed, purposes, hashes, gaussian
-
-
-def test_draws_are_those_of_the_library():
-    draws = Draws(2**64 - 5, torch.tensor([0, 3, 2**31 + 1]))
-    wanted = draws.bits("some.purpose", 7, 3).flatten(1)
-    assert torch.equal(draw_bits(draws.streams, draws.signed_seed, checksum("some.purpose"), 21), wanted)
 
 
 def test_unit_rows_are_those_of_the_specification():
@@ -216,7 +209,6 @@ def test_opcheck(needs_grad):
     torch.library.opcheck(torch.ops.sparing.yoso, (q, k, v, None, *sampling(16, gaussian=True), True, True))
     torch.library.opcheck(torch.ops.sparing.unit_rows, (q, 1e-12))
     torch.library.opcheck(torch.ops.sparing.yoso_codes, (q.detach(), *sampling(16)))
-    torch.library.opcheck(torch.ops.sparing.draw_bits, (torch.arange(3), -1, 5, 9))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

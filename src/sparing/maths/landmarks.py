@@ -63,6 +63,6 @@ def _shuffled(purpose: str, n: int, count: int, valid: Tensor, call: Call) -> Te
     """(B or 1, H, count): ranks below `valid` (B or 1, 1, 1) in random order; a smaller count gives a prefix."""
     rank = torch.arange(n, device=valid.device)
     # The rank in the low bits makes all numbers different, so that no order depends on how ties are broken.
-    number = (call.draws.bits_at(purpose, rank[None]) << 31) | rank
+    number = (call.draws.bits(purpose, n) << 31) | rank
     number = number.expand(valid.shape[0], -1, -1).masked_fill(rank >= valid, torch.iinfo(torch.int64).max)
     return number.topk(count, dim=-1, largest=False).indices

@@ -8,21 +8,6 @@ namespace {
 using Optional = std::optional<Tensor>;
 using Numbers = std::vector<int64_t>;
 
-Tensor draw_bits(Tensor streams, int64_t seed, int64_t purpose, int64_t count) {
-  STD_TORCH_CHECK(streams.dim() == 1, "streams must have 1 axis");
-  STD_TORCH_CHECK(count >= 0, "count must not be negative");
-  const int64_t heads = streams.size(0);
-  const int64_t* stream = packed<int64_t>("streams", streams, {heads});
-  Tensor out = fresh(streams, {heads, count}, ScalarType::Long);
-  int64_t* to = out.mutable_data_ptr<int64_t>();
-  torch::stable::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head)
-      Philox{uint64_t(seed), uint32_t(stream[head]), uint32_t(purpose)}.words(
-          count, [&](int64_t i, uint32_t word) { to[head * count + i] = word; });
-  });
-  return out;
-}
-
 template <class T>
 UnitRows<T> rows_of(const Tensor& x, double smallest) {
   STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
@@ -219,7 +204,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor q, Tensor k, Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
-  library.impl("draw_bits", TORCH_BOX(&draw_bits));
   library.impl("unit_rows", TORCH_BOX(&unit_rows));
   library.impl("unit_rows_backward", TORCH_BOX(&unit_rows_backward));
   library.impl("yoso_codes", TORCH_BOX(&codes));
