@@ -2,71 +2,130 @@
 
 inline constexpr int64_t kLshBlock = 256;  // queries of a task
 
-// A strip of queries in one round, and the keys that they look at.
+// Copies of the keys that neighbouring strips look at in one round: sorted keys lie anywhere in memory, and a page of
+// memory has to be found for each.
 template <class T>
-struct LshStrip {
-  typedef typename IntegerOf<T>::type Whole;
-  int64_t count;             // queries
-  int64_t low, high;         // places that some query sees
-  const int32_t* query;      // [count]
-  Whole *from, *length;      // [rounds][kStrip] arcs of the queries in this round and in earlier ones
-  const T **keys, **values;  // [high - low]
-  int32_t* token;            // [high - low]
-  T *queries, *scores;       // [depth][kStrip], [high - low][kStrip]
-  T *grads, *slopes;         // [width][kStrip], [high - low][kStrip], backward only
+struct LshWindow {
+  int64_t low, high;           // places
+  int32_t *token, *place;      // [window], [rounds][window]: the key at a place, and its place in earlier rounds
+  T *keys, *values;            // [window][padded depth or width]
+  T *key_grads, *value_grads;  // the same, backward only
 };
 
-// Lays the parts of a strip out in `memory` and returns how many entries of T they need.
+// A strip of queries in one round.
 template <class T>
-int64_t lay_out_strip(LshStrip<T>* strip, const Lsh<T>& call, T* memory, bool backward) {
+struct LshStrip {
+  int64_t count;           // queries
+  int64_t low, high;       // places that some query sees
+  const int32_t* query;    // [count]
+  Int<T>*from, *length;    // [rounds][kStrip] arcs of the queries in this round and in earlier ones
+  T *queries, *scores;     // [depth][kStrip], [span][kStrip]
+  T* sums;                 // [kStrip][padded width], forward only
+  T *grads, *slopes;       // [width][kStrip], [span][kStrip], backward only
+  T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], backward only
+};
+
+// Lays the parts out in `memory` and returns how many entries of T they need.
+template <class T>
+int64_t lay_out_lsh(LshWindow<T>* window, LshStrip<T>* strip, const Lsh<T>& call, T* memory, bool backward) {
   int64_t used = 0;
   const auto take = [&]<class Part>(Part** part, int64_t count) {
     if (memory) *part = reinterpret_cast<Part*>(memory + used);
     const int64_t bytes = (count * int64_t(sizeof(Part)) + 63) / 64 * 64;
     used += bytes / int64_t(sizeof(T));
   };
+  const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
   take(&strip->queries, call.depth * kStrip<T>);
-  take(&strip->scores, call.longest * kStrip<T>);
+  take(&strip->scores, call.span * kStrip<T>);
   take(&strip->from, call.rounds * kStrip<T>);
   take(&strip->length, call.rounds * kStrip<T>);
-  take(&strip->keys, call.longest);
-  take(&strip->values, call.longest);
-  take(&strip->token, call.longest);
-  if (backward) {
+  take(&window->token, call.window);
+  take(&window->place, call.rounds * call.window);
+  take(&window->keys, call.window * deep);
+  take(&window->values, call.window * wide);
+  if (!backward) {
+    take(&strip->sums, kStrip<T> * wide);
+  } else {
+    take(&window->key_grads, call.window * deep);
+    take(&window->value_grads, call.window * wide);
     take(&strip->grads, call.width * kStrip<T>);
-    take(&strip->slopes, call.longest * kStrip<T>);
+    take(&strip->slopes, call.span * kStrip<T>);
+    take(&strip->query_rows, kStrip<T> * deep);
+    take(&strip->grad_rows, kStrip<T> * wide);
+    take(&strip->query_grads, kStrip<T> * deep);
   }
   return used;
 }
 
-// Takes as many of the queries from `first` to `last` of the sorted ones as fit together, and finds their keys.
+// Counts how many of the sorted queries from `first` on, at most `most`, cover no more than `limit` places together.
+template <class T>
+int64_t fitting(const Lsh<T>& call, const Arcs& now, int64_t first, int64_t most, int64_t limit, int64_t* low,
+                int64_t* high) {
+  *low = *high = 0;
+  int64_t count = 0;
+  for (; count < most && first + count < call.queries; ++count) {
+    const int64_t i = now.sorted[first + count], begin = now.from[i], end = begin + now.length[i];
+    if (begin == end) continue;
+    const bool none = *low == *high;
+    const int64_t lowest = none || begin < *low ? begin : *low, highest = none || end > *high ? end : *high;
+    if (highest - lowest > limit) break;
+    *low = lowest, *high = highest;
+  }
+  return count;
+}
+
+// Copies the keys that the sorted queries from `first` on look at; returns how many queries that serves.
+template <class T>
+int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round,
+                      int64_t first, int64_t most) {
+  const int64_t item = unit / call.heads, head = unit % call.heads, valid = call.counts[item];
+  const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, also around the end
+  const int64_t count = fitting(call, arcs[round], first, most, limit, &window.low, &window.high);
+  for (int64_t p = window.low; p < window.high; ++p) {
+    const int64_t c = p - window.low, token = arcs[round].order[p < 0 ? p + valid : p];
+    window.token[c] = int32_t(token);
+    copy_row<T>(call.k.at(item, head, token), call.depth, deep, window.keys + c * deep);
+    copy_row<T>(call.v.at(item, head, token), call.width, wide, window.values + c * wide);
+    for (int64_t e = 0; call.once && e < round; ++e) window.place[e * call.window + c] = arcs[e].place[token];
+  }
+  return count;
+}
+
+// Takes as many of the sorted queries from `first` on, at most `most`, as fit together.
 template <class T>
 void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t first,
-                  int64_t last) {
-  const Arcs& now = arcs[round];
+                  int64_t most) {
   const int64_t item = unit / call.heads, head = unit % call.heads;
-  strip.query = now.sorted + first;
-  strip.count = strip.low = strip.high = 0;
-  for (int64_t i = first; i < last && strip.count < kStrip<T>; ++i, ++strip.count) {
-    const int64_t low = now.from[now.sorted[i]], high = low + now.length[now.sorted[i]];
-    if (low == high) continue;
-    const bool empty = strip.low == strip.high;
-    const int64_t lowest = empty || low < strip.low ? low : strip.low;
-    const int64_t highest = empty || high > strip.high ? high : strip.high;
-    if (highest - lowest > call.longest) break;
-    strip.low = lowest, strip.high = highest;
-  }
-  for (int64_t r = 0; r < kStrip<T>; ++r)
-    for (int64_t e = call.once ? 0 : round; e <= round; ++e) {
+  most = most < kStrip<T> ? most : kStrip<T>;
+  strip.count = fitting(call, arcs[round], first, most, call.span, &strip.low, &strip.high);
+  strip.query = arcs[round].sorted + first;
+  for (int64_t e = call.once ? 0 : round; e <= round; ++e)
+    for (int64_t r = 0; r < kStrip<T>; ++r) {
       const bool there = r < strip.count;
       strip.from[e * kStrip<T> + r] = there ? arcs[e].from[strip.query[r]] : 0;
       strip.length[e * kStrip<T> + r] = there ? arcs[e].length[strip.query[r]] : 0;
     }
-  for (int64_t p = strip.low; p < strip.high; ++p) {
-    const int32_t token = now.order[p < 0 ? p + call.counts[item] : p];
-    strip.token[p - strip.low] = token;
-    strip.keys[p - strip.low] = call.k.at(item, head, token);
-    strip.values[p - strip.low] = call.v.at(item, head, token);
+  const T* rows[kStrip<T>];
+  for (int64_t r = 0; r < strip.count; ++r) rows[r] = call.q.at(item, head, strip.query[r]);
+  strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
+}
+
+// Asks for the rows that the next strip and the next window will need.
+template <class T>
+void fetch_next(const LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, const Arcs& now, int64_t unit,
+                int64_t next, int64_t passed) {
+  const int64_t item = unit / call.heads, head = unit % call.heads;
+  const auto fetch = [](const T* row, int64_t width) {
+    for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, 0, 2);
+  };
+  for (int64_t i = next; i < call.queries && i < next + kStrip<T>; ++i) {
+    fetch(call.q.at(item, head, now.sorted[i]), call.depth);
+    fetch(call.out + (unit * call.queries + now.sorted[i]) * call.width, call.width);
+  }
+  for (int64_t p = window.high + passed; p < call.counts[item] && p < window.high + passed + strip.count; ++p) {
+    fetch(call.k.at(item, head, now.order[p]), call.depth);
+    fetch(call.v.at(item, head, now.order[p]), call.width);
   }
 }
 
@@ -81,50 +140,58 @@ struct UnsignedOf<double> {
   using type = uint64_t;
 };
 
-// Which lanes from r on look at this place in round e.
+// Arcs of a vector of queries in one round.
 template <class T>
-SPARING_INLINE IntVec<T> looks_at(const LshStrip<T>& strip, int64_t e, int64_t place, int r) {
-  typedef Vec<typename UnsignedOf<T>::type> Steps;
-  const IntVec<T> steps = Int<T>(place) - load<Int<T>>(strip.from + e * kStrip<T> + r);
-  const IntVec<T> length = load<Int<T>>(strip.length + e * kStrip<T> + r);
-  return reinterpret_cast<Steps>(steps) < reinterpret_cast<Steps>(length);  // negative steps are large
+struct LaneArcs {
+  IntVec<T> from, length;
+
+  SPARING_INLINE IntVec<T> hold(Int<T> place) const {
+    typedef Vec<typename UnsignedOf<T>::type> Steps;
+    return reinterpret_cast<Steps>(place - from) < reinterpret_cast<Steps>(length);  // negative steps are large
+  }
+};
+
+template <class T>
+LaneArcs<T> lane_arcs(const LshStrip<T>& strip, int64_t round, int r) {
+  return {load<Int<T>>(strip.from + round * kStrip<T> + r), load<Int<T>>(strip.length + round * kStrip<T> + r)};
+}
+
+// Sets the scores of lanes from r on to -inf where one of N earlier rounds, from `first` on, shows the key.
+template <class T, int N>
+void hide_shown(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t first, int64_t valid, int r) {
+  LaneArcs<T> arcs[N];
+  for (int e = 0; e < N; ++e) arcs[e] = lane_arcs(strip, first + e, r);
+  const int32_t* place = window.place + first * call.window + (strip.low - window.low);
+  for (int64_t c = 0; c < strip.high - strip.low; ++c) {
+    IntVec<T> shown{};
+    for (int e = 0; e < N; ++e) shown |= arcs[e].hold(Int<T>(place[e * call.window + c]));
+    if (call.wraps)
+      for (int e = 0; e < N; ++e) shown |= arcs[e].hold(Int<T>(place[e * call.window + c] - valid));
+    T* at = strip.scores + c * kStrip<T> + r;
+    store<T>(at, shown ? all(kNever<T>) : load<T>(at));
+  }
 }
 
 // Scores of all keys, -inf where a query does not see the key, or saw it in an earlier round and each counts once.
-template <class T, bool wraps>
-void strip_scores(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int64_t round, int64_t count) {
-  strip_dots<T>(strip.keys, strip.high - strip.low, call.depth, strip.queries, strip.scores);
-  for (int r = 0; r < kStrip<T>; r += lanes<T>)
-    for (int64_t p = strip.low; p < strip.high; ++p) {
-      IntVec<T> seen = looks_at(strip, round, p, r);
-      const int32_t token = strip.token[p - strip.low];
-      for (int64_t e = call.once ? 0 : round; e < round; ++e) {
-        const int64_t place = arcs[e].place[token];
-        seen &= ~looks_at(strip, e, place, r);
-        if constexpr (wraps) seen &= ~looks_at(strip, e, place - count, r);
-      }
-      T* at = strip.scores + (p - strip.low) * kStrip<T> + r;
-      store<T>(at, seen ? load<T>(at) : all(kNever<T>));
-    }
-}
-
 template <class T>
-void strip_scores(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round) {
-  const T* rows[kStrip<T>];
-  for (int64_t r = 0; r < strip.count; ++r)
-    rows[r] = call.q.at(unit / call.heads, unit % call.heads, strip.query[r]);
-  strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
-  const int64_t count = call.counts[unit / call.heads];
-  if (call.wraps)
-    strip_scores<T, true>(strip, call, arcs, round, count);
-  else
-    strip_scores<T, false>(strip, call, arcs, round, count);
+void strip_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t unit, int64_t round) {
+  const int64_t deep = padded<T>(call.depth), keys = strip.high - strip.low, valid = call.counts[unit / call.heads];
+  strip_dots<T>(window.keys + (strip.low - window.low) * deep, deep, keys, call.depth, strip.queries, strip.scores);
+  for (int r = 0; r < kStrip<T>; r += lanes<T>) {
+    const LaneArcs<T> now = lane_arcs(strip, round, r);
+    for (int64_t c = 0; c < keys; ++c) {
+      T* at = strip.scores + c * kStrip<T> + r;
+      store<T>(at, now.hold(Int<T>(strip.low + c)) ? load<T>(at) : all(kNever<T>));
+    }
+    if (call.once)
+      in_tiles<3>(round, [&]<int N>(int64_t e) { hide_shown<T, N>(strip, window, call, e, valid, r); });
+  }
 }
 
 // Adds what a round shows to the sums of its queries: scores to weights, weights to sums.
 template <class T>
-void absorb_strip(LshStrip<T>& strip, const Lsh<T>& call, int64_t unit, bool fresh) {
-  const int64_t keys = strip.high - strip.low;
+void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t unit, bool fresh) {
+  const int64_t keys = strip.high - strip.low, wide = padded<T>(call.width);
   T top[kStrip<T>], total[kStrip<T>], factor[kStrip<T>];
   for (int64_t r = 0; r < kStrip<T>; ++r) {
     const bool begun = !fresh && r < strip.count;
@@ -138,25 +205,26 @@ void absorb_strip(LshStrip<T>& strip, const Lsh<T>& call, int64_t unit, bool fre
     const Vec<T> shift = highest == kNever<T> ? Vec<T>{} : highest;
     for (int64_t c = 0; c < keys; ++c) {
       T* at = strip.scores + c * kStrip<T> + r;
-      const Vec<T> weight = exponential(load<T>(at) - shift);
+      const Vec<T> weight = exponential_below(load<T>(at) - shift);
       store<T>(at, weight);
       sum += weight;
     }
-    const Vec<T> shrink = exponential(before - shift);
+    const Vec<T> shrink = exponential_below(before - shift);
     store<T>(factor + r, shrink);
     store<T>(top + r, highest);
     store<T>(total + r, load<T>(total + r) * shrink + sum);
   }
-  T* rows[kStrip<T>];
+  for (int64_t r = 0; r < kStrip<T>; ++r) {
+    const bool begun = !fresh && r < strip.count;
+    const int64_t query = unit * call.queries + (begun ? strip.query[r] : 0);
+    copy_row<T>(call.out + query * call.width, begun ? call.width : 0, wide, strip.sums + r * wide, factor[r]);
+  }
+  mix_to_lanes<T>(strip.scores, window.values + (strip.low - window.low) * wide, keys, wide, strip.sums);
   for (int64_t r = 0; r < strip.count; ++r) {
     const int64_t query = unit * call.queries + strip.query[r];
-    rows[r] = call.out + query * call.width;
-    for (int64_t e = 0; e < call.width; ++e) rows[r][e] = fresh ? T(0) : rows[r][e] * factor[r];
+    copy_row<T>(strip.sums + r * wide, call.width, call.width, call.out + query * call.width);
     call.lse[query] = top[r], call.total[query] = total[r];
   }
-  for (int64_t c = 0; c < keys; c += kKeys)
-    mix_rows<T>(strip.scores + c * kStrip<T>, 1, kStrip<T>, strip.values + c, keys - c < kKeys ? keys - c : kKeys,
-                call.width, rows, strip.count);
 }
 
 // Divides the sums of a query by their total. Where nothing was shown, its own key is, if it may be.
@@ -184,23 +252,43 @@ int64_t lsh_blocks(const Lsh<T>& call) {
 
 template <class T>
 int64_t lsh_scratch(const Lsh<T>& call, bool backward) {
+  LshWindow<T> window{};
   LshStrip<T> strip{};
-  return lay_out_strip<T>(&strip, call, nullptr, backward) + (backward ? call.queries : 0);
+  return lay_out_lsh<T>(&window, &strip, call, nullptr, backward) + (backward ? call.queries : 0);
 }
 
 template <class T>
-void lsh_forward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t begin, int64_t end,
-                 T* scratch) {
+void lsh_forward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t block, T* scratch) {
+  LshWindow<T> window{};
   LshStrip<T> strip{};
-  lay_out_strip<T>(&strip, call, scratch, false);
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t last = (block + 1) * kLshBlock < call.queries ? (block + 1) * kLshBlock : call.queries;
-    for (int64_t first = block * kLshBlock; first < last; first += strip.count) {
-      gather_strip(strip, call, arcs, unit, round, first, last);
-      strip_scores(strip, call, arcs, unit, round);
-      absorb_strip(strip, call, unit, round == 0);
+  lay_out_lsh<T>(&window, &strip, call, scratch, false);
+  const int64_t last = (block + 1) * kLshBlock < call.queries ? (block + 1) * kLshBlock : call.queries;
+  for (int64_t first = block * kLshBlock; first < last;) {
+    const int64_t begin = first, end = first + gather_window(window, call, arcs, unit, round, first, last - first);
+    for (; first < end; first += strip.count) {
+      gather_strip(strip, call, arcs, unit, round, first, end - first);
+      fetch_next(strip, window, call, arcs[round], unit, first + strip.count, first - begin);
+      strip_scores(strip, window, call, unit, round);
+      absorb_strip(strip, window, call, unit, round == 0);
       if (round + 1 == call.rounds)
         for (int64_t r = 0; r < strip.count; ++r) finish_query(call, unit, strip.query[r]);
+    }
+  }
+}
+
+// Copies the gradients of the window's keys between the tensors and the window.
+template <class T, bool back>
+void move_grads(LshWindow<T>& window, const Lsh<T>& call, int64_t unit) {
+  const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  for (int64_t c = 0; c < window.high - window.low; ++c) {
+    T* of_key = call.grad_k + (unit * call.keys + window.token[c]) * call.depth;
+    T* of_value = call.grad_v + (unit * call.keys + window.token[c]) * call.width;
+    if (back) {
+      copy_row<T>(window.key_grads + c * deep, call.depth, call.depth, of_key);
+      copy_row<T>(window.value_grads + c * wide, call.width, call.width, of_value);
+    } else {
+      copy_row<T>(of_key, call.depth, deep, window.key_grads + c * deep);
+      copy_row<T>(of_value, call.width, wide, window.value_grads + c * wide);
     }
   }
 }
@@ -208,23 +296,24 @@ void lsh_forward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t rou
 // Gradients of a strip: with its weights p and g the gradient of the output, d value = p g, d score = p (g . value -
 // delta), and from that those of query and key.
 template <class T>
-void strip_backward(LshStrip<T>& strip, const Lsh<T>& call, int64_t unit, const T* delta) {
-  const int64_t item = unit / call.heads, head = unit % call.heads, keys = strip.high - strip.low;
-  const T *queries[kStrip<T>], *grads[kStrip<T>];
-  T* query_grads[kStrip<T>];
+void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call, int64_t unit, const T* delta) {
+  const int64_t item = unit / call.heads, head = unit % call.heads;
+  const int64_t keys = strip.high - strip.low, at = strip.low - window.low;
+  const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  const T* grads[kStrip<T>];
   T shift[kStrip<T>], less[kStrip<T>];
   for (int64_t r = 0; r < kStrip<T>; ++r) {
     shift[r] = -kNever<T>, less[r] = T(0);  // weight zero everywhere
-    if (r >= strip.count) continue;
-    const int64_t i = strip.query[r];
-    queries[r] = call.q.at(item, head, i);
+    const bool there = r < strip.count;
+    const int64_t i = there ? strip.query[r] : 0, query = unit * call.queries + i;
     grads[r] = call.grad.at(item, head, i);
-    query_grads[r] = call.grad_q + (unit * call.queries + i) * call.depth;
-    const T lse = call.lse[unit * call.queries + i];
-    if (lse != kNever<T>) shift[r] = lse, less[r] = delta[i];
+    copy_row<T>(grads[r], there ? call.width : 0, wide, strip.grad_rows + r * wide);
+    copy_row<T>(call.q.at(item, head, i), there ? call.depth : 0, deep, strip.query_rows + r * deep);
+    copy_row<T>(call.grad_q + query * call.depth, there ? call.depth : 0, deep, strip.query_grads + r * deep);
+    if (there && call.lse[query] != kNever<T>) shift[r] = call.lse[query], less[r] = delta[i];
   }
   strip_columns<T>(grads, strip.count, call.width, T(1), strip.grads);
-  strip_dots<T>(strip.values, keys, call.width, strip.grads, strip.slopes);
+  strip_dots<T>(window.values + at * wide, wide, keys, call.width, strip.grads, strip.slopes);
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
     const Vec<T> top = load<T>(shift + r), minus = load<T>(less + r);
     for (int64_t c = 0; c < keys; ++c) {
@@ -234,24 +323,19 @@ void strip_backward(LshStrip<T>& strip, const Lsh<T>& call, int64_t unit, const 
       store<T>(slope, weight * (load<T>(slope) - minus) * call.scale);
     }
   }
-  for (int64_t c = 0; c < keys; c += kKeys) {
-    const int64_t some = keys - c < kKeys ? keys - c : kKeys;
-    T *key_grads[kKeys], *value_grads[kKeys];
-    for (int64_t i = 0; i < some; ++i) {
-      key_grads[i] = call.grad_k + (unit * call.keys + strip.token[c + i]) * call.depth;
-      value_grads[i] = call.grad_v + (unit * call.keys + strip.token[c + i]) * call.width;
-    }
-    const T *weights = strip.scores + c * kStrip<T>, *slopes = strip.slopes + c * kStrip<T>;
-    mix_rows<T>(slopes, 1, kStrip<T>, strip.keys + c, some, call.depth, query_grads, strip.count);
-    mix_rows<T>(slopes, kStrip<T>, 1, queries, strip.count, call.depth, key_grads, some);
-    mix_rows<T>(weights, kStrip<T>, 1, grads, strip.count, call.width, value_grads, some);
-  }
+  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, keys, deep, strip.query_grads);
+  mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep);
+  mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide);
+  for (int64_t r = 0; r < strip.count; ++r)
+    copy_row<T>(strip.query_grads + r * deep, call.depth, call.depth,
+                call.grad_q + (unit * call.queries + strip.query[r]) * call.depth);
 }
 
 template <class T>
 void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch) {
+  LshWindow<T> window{};
   LshStrip<T> strip{};
-  T* delta = scratch + lay_out_strip<T>(&strip, call, scratch, true);
+  T* delta = scratch + lay_out_lsh<T>(&window, &strip, call, scratch, true);
   const int64_t item = unit / call.heads, head = unit % call.heads;
   T *grad_q = call.grad_q + unit * call.queries * call.depth, *grad_k = call.grad_k + unit * call.keys * call.depth;
   T* grad_v = call.grad_v + unit * call.keys * call.width;
@@ -276,9 +360,15 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
     }
   }
   for (int64_t round = 0; round < call.rounds; ++round)
-    for (int64_t first = 0; first < call.queries; first += strip.count) {
-      gather_strip(strip, call, arcs, unit, round, first, call.queries);
-      strip_scores(strip, call, arcs, unit, round);
-      strip_backward(strip, call, unit, delta);
+    for (int64_t first = 0; first < call.queries;) {
+      const int64_t begin = first, end = first + gather_window(window, call, arcs, unit, round, first, call.queries - first);
+      move_grads<T, false>(window, call, unit);
+      for (; first < end; first += strip.count) {
+        gather_strip(strip, call, arcs, unit, round, first, end - first);
+        fetch_next(strip, window, call, arcs[round], unit, first + strip.count, first - begin);
+        strip_scores(strip, window, call, unit, round);
+        strip_backward(strip, window, call, unit, delta);
+      }
+      move_grads<T, true>(window, call, unit);
     }
 }

@@ -35,10 +35,10 @@ struct Lsh {
   const uint8_t* keep;    // [items][keys], 0 for padded keys; null: all are valid
   const int64_t* counts;  // [items] valid keys
   int64_t items, heads, queries, keys, depth, width, rounds;
-  int64_t longest;  // places that a few queries may cover together
-  bool once;        // a key that several rounds show counts once
-  bool wraps;       // arcs may start before the first place
-  bool itself;      // a query that no round shows a key sees its own
+  int64_t span, window;  // places that the queries of a strip, and those of the strips that share copies, may cover
+  bool once;             // a key that several rounds show counts once
+  bool wraps;            // arcs may start before the first place
+  bool itself;           // a query that no round shows a key sees its own
   T scale;
   T* out;    // [items][heads][queries][width], between rounds not yet divided by the total
   T* lse;    // [items][heads][queries], between rounds the largest score
@@ -58,8 +58,8 @@ struct LshKernels {
   void (*hash)(const RotationHash<T>&, int64_t begin, int64_t end, int32_t* scratch);
   int64_t (*scratch)(const Lsh<T>&, bool backward);  // in entries of T
   int64_t (*blocks)(const Lsh<T>&);                  // tasks of one head
-  // Some blocks of one head in one round; the rounds in their order. `arcs` holds those of the head's rounds.
-  void (*forward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, int64_t round, int64_t begin, int64_t end, T* scratch);
+  // A block of one head in one round; the rounds in their order. `arcs` holds those of the head's rounds.
+  void (*forward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, int64_t round, int64_t block, T* scratch);
   // All of one head.
   void (*backward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, T* scratch);
 };

@@ -113,8 +113,9 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   }
   call.counts = all.counts.data();
   all.chunk = chunk < call.keys ? chunk : (call.keys ? call.keys : 1);  // more changes nothing
-  const int64_t wide = 3 * all.chunk, everything = all.rule == Rule::rank ? 2 * call.keys : call.keys;
-  call.longest = wide < everything ? wide : everything;
+  const auto at_most_all = [&](int64_t places) { return places < call.keys ? places : call.keys; };
+  call.span = at_most_all(3 * all.chunk);
+  call.window = at_most_all(2 * all.chunk + (all.chunk > 256 ? all.chunk : 256));
   call.once = once;
   call.wraps = all.rule == Rule::rank;
   call.itself = call.queries == call.keys;
@@ -147,8 +148,8 @@ void attend(Described<T>& all, int64_t* hits) {
     for (int64_t round = 0; round < rounds; ++round)
       in_parallel<T>(some * blocks, 1, use.scratch(call, false), [&](int64_t begin, int64_t end, T* scratch) {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t unit = i / blocks, block = i % blocks;
-          use.forward(call, arcs.data() + unit * rounds, first + unit, round, block, block + 1, scratch);
+          const int64_t unit = i / blocks;
+          use.forward(call, arcs.data() + unit * rounds, first + unit, round, i % blocks, scratch);
         }
       });
   }

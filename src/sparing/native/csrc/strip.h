@@ -9,15 +9,13 @@ inline constexpr int kMixed = SPARING_REGISTERS == 32 ? 8 : 4;
 
 // scores[c][lane] = rows[c] . columns[.][lane] for c < M
 template <class T, int M>
-SPARING_INLINE void strip_dot_tile(const T* const* rows, int64_t depth, const T* columns, T* scores) {
+SPARING_INLINE void strip_dot_tile(const T* rows, int64_t stride, int64_t depth, const T* columns, T* scores) {
   Vec<T> sums[M][kWide] = {};
-  const T* row[M];
-  for (int i = 0; i < M; ++i) row[i] = rows[i];
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> column[kWide];
     for (int j = 0; j < kWide; ++j) column[j] = load<T>(columns + k * kStrip<T> + j * lanes<T>);
     for (int i = 0; i < M; ++i) {
-      const Vec<T> x = all(row[i][k]);
+      const Vec<T> x = all(rows[i * stride + k]);
       for (int j = 0; j < kWide; ++j) sums[i][j] += x * column[j];
     }
   }
@@ -27,55 +25,124 @@ SPARING_INLINE void strip_dot_tile(const T* const* rows, int64_t depth, const T*
 
 // scores[c][lane] = rows[c] . columns[.][lane] for c < count
 template <class T>
-void strip_dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores) {
+void strip_dots(const T* rows, int64_t stride, int64_t count, int64_t depth, const T* columns, T* scores) {
   in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
-    strip_dot_tile<T, M>(rows + c, depth, columns, scores + c * kStrip<T>);
+    strip_dot_tile<T, M>(rows + c * stride, stride, depth, columns, scores + c * kStrip<T>);
   });
 }
 
-// to[i][...] += sum_c weights[i * across + c * along] from[c][...] for i < M, for N vectors of entries
-template <class T, int M, int N>
-SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* const* from, int64_t count,
-                             int64_t first, T* const* to) {
-  Vec<T> sums[M][N];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) sums[i][j] = load<T>(to[i] + first + j * lanes<T>);
-  for (int64_t c = 0; c < count; ++c) {
-    Vec<T> point[N];
-    for (int j = 0; j < N; ++j) point[j] = load<T>(from[c] + first + j * lanes<T>);
-    for (int i = 0; i < M; ++i) {
-      const Vec<T> x = all(weights[i * across + c * along]);
-      for (int j = 0; j < N; ++j) sums[i][j] += x * point[j];
-    }
-  }
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) store<T>(to[i] + first + j * lanes<T>, sums[i][j]);
-}
-
-// to[i] += sum_c weights[i * across + c * along] from[c] for i < many, rows of `width` entries
-template <class T>
-void mix_rows(const T* weights, int64_t across, int64_t along, const T* const* from, int64_t count, int64_t width,
-              T* const* to, int64_t many) {
-  in_tiles<kMixed>(many, [&]<int M>(int64_t i) {
-    const T* weight = weights + i * across;
-    int64_t e = 0;
-    for (; e + kWide * lanes<T> <= width; e += kWide * lanes<T>)
-      mix_tile<T, M, kWide>(weight, across, along, from, count, e, to + i);
-    for (; e + lanes<T> <= width; e += lanes<T>) mix_tile<T, M, 1>(weight, across, along, from, count, e, to + i);
-    for (; e < width; ++e)
-      for (int r = 0; r < M; ++r) {
-        T sum = to[i + r][e];
-        for (int64_t c = 0; c < count; ++c) sum += weight[r * across + c * along] * from[c][e];
-        to[i + r][e] = sum;
+// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries
+template <class T, int M>
+SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* from, int64_t count,
+                             int64_t stride, T* to) {
+  for (int64_t e = 0; e < stride; e += kWide * lanes<T>) {
+    Vec<T> sums[M][kWide];
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(to + i * stride + e + j * lanes<T>);
+    for (int64_t c = 0; c < count; ++c) {
+      Vec<T> point[kWide];
+      for (int j = 0; j < kWide; ++j) point[j] = load<T>(from + c * stride + e + j * lanes<T>);
+      for (int i = 0; i < M; ++i) {
+        const Vec<T> x = all(weights[i * across + c * along]);
+        for (int j = 0; j < kWide; ++j) sums[i][j] += x * point[j];
       }
+    }
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < kWide; ++j) store<T>(to + i * stride + e + j * lanes<T>, sums[i][j]);
+  }
+}
+
+// to[lane] += sum_c weights[c][lane] from[c] for c < count
+template <class T>
+void mix_to_lanes(const T* weights, const T* from, int64_t count, int64_t stride, T* to) {
+  for (int64_t c = 0; c < count; c += kKeys)  // few enough to stay in the cache
+    for (int i = 0; i < kStrip<T>; i += kMixed)
+      mix_tile<T, kMixed>(weights + c * kStrip<T> + i, 1, kStrip<T>, from + c * stride,
+                          count - c < kKeys ? count - c : kKeys, stride, to + i * stride);
+}
+
+// to[c] += sum_lane weights[c][lane] from[lane] for c < count
+template <class T>
+void mix_from_lanes(const T* weights, const T* from, int64_t count, int64_t stride, T* to) {
+  in_tiles<kMixed>(count, [&]<int M>(int64_t c) {
+    mix_tile<T, M>(weights + c * kStrip<T>, kStrip<T>, 1, from, kStrip<T>, stride, to + c * stride);
   });
+}
+
+// to[e] = factor * row[e] for e < width, then zeros
+template <class T>
+SPARING_INLINE void copy_row(const T* row, int64_t width, int64_t stride, T* to, T factor = T(1)) {
+  int64_t e = 0;
+  for (; e + lanes<T> <= width; e += lanes<T>) store<T>(to + e, factor * load<T>(row + e));
+  for (; e < width; ++e) to[e] = factor * row[e];
+  for (; e < stride; ++e) to[e] = T(0);
+}
+
+// exp of numbers that are not positive, -inf included, by fewer steps than exponential()
+SPARING_INLINE Vec<float> exponential_below(Vec<float> x) {
+  constexpr float round = 12582912.0f;  // as in exponential()
+  const Vec<float> shifted = x * 1.44269504088896341f + round;
+  const Vec<float> n = shifted - round;
+  const Vec<float> r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
+  Vec<float> p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const IntVec<float> power = (reinterpret_cast<IntVec<float>>(shifted) << 23) + (127 << 23);
+  return x < -87.336540f ? Vec<float>{} : p * reinterpret_cast<Vec<float>>(power);
+}
+
+SPARING_INLINE Vec<double> exponential_below(Vec<double> x) { return exponential(x); }
+
+#if defined(__clang__)
+template <int...>
+struct Numbers {};
+template <int N, int... more>
+struct NumbersBelow : NumbersBelow<N - 1, N - 1, more...> {};
+template <int... all>
+struct NumbersBelow<0, all...> {
+  using type = Numbers<all...>;
+};
+#endif
+
+// a0 b0 a1 b1 ... of the first halves of two vectors, or of their second halves
+template <class T, int half>
+SPARING_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+  return [&]<int... i>(Numbers<i...>) {
+    return __builtin_shufflevector(a, b, (i / 2 + half * lanes<T> / 2 + i % 2 * lanes<T>)...);
+  }(typename NumbersBelow<lanes<T>>::type{});
+#else
+  IntVec<T> from;
+  for (int i = 0; i < lanes<T>; ++i) from[i] = i / 2 + half * lanes<T> / 2 + i % 2 * lanes<T>;
+  return __builtin_shuffle(a, b, from);
+#endif
 }
 
 // columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
 template <class T>
 void strip_columns(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
-  for (int64_t r = 0; r < kStrip<T>; ++r) {
-    const T* row = r < count ? rows[r] : nullptr;
-    for (int64_t k = 0; k < depth; ++k) columns[k * kStrip<T> + r] = row ? factor * row[k] : T(0);
+  constexpr int N = lanes<T>;
+  for (int64_t first = 0; first < kStrip<T>; first += N) {
+    int64_t k = 0;
+    for (; k + N <= depth; k += N) {
+      Vec<T> square[N], turned[N];
+      for (int r = 0; r < N; ++r)
+        square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
+      for (int step = 1; step < N; step *= 2) {
+        for (int r = 0; r < N / 2; ++r) {
+          turned[2 * r] = interleave<T, 0>(square[r], square[r + N / 2]);
+          turned[2 * r + 1] = interleave<T, 1>(square[r], square[r + N / 2]);
+        }
+        for (int r = 0; r < N; ++r) square[r] = turned[r];
+      }
+      for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kStrip<T> + first, square[r]);
+    }
+    for (; k < depth; ++k)
+      for (int r = 0; r < N; ++r)
+        columns[k * kStrip<T> + first + r] = first + r < count ? factor * rows[first + r][k] : T(0);
   }
 }
