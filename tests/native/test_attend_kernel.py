@@ -144,3 +144,13 @@ def test_sizes_are_checked_in_the_kernel(change, word):
     call = {"q": q, "k": k, "v": v, "keep": None, "bias": None, "scale": 1.0}
     with pytest.raises(RuntimeError, match=word):
         torch.ops.sparing.attend(**{**call, **change})
+
+
+@every_instruction_set
+def test_a_single_key_gives_queries_no_gradient(isa):
+    """Its weight is one whatever the query: the two terms of its slope must cancel to the bit."""
+    q, k, v = (x.requires_grad_() for x in inputs(40, 1, 64, 64))
+    with native.instruction_set(isa):
+        out, _ = attend(q, k, v, None, None, 0.3)
+        grads = torch.autograd.grad(out.square().sum(), (q, k))
+    assert all(bool((grad == 0).all()) for grad in grads)

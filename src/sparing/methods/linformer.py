@@ -13,6 +13,12 @@ from sparing.maths import dense
 from sparing.maths.packing import place_of_rank
 from sparing.maths.segments import segment_means
 from sparing.method import Cost, Method, Shape, Supports, knob, method
+from sparing.native import segments as native_segments
+from sparing.native.attend import attend
+from sparing.native.signs import sign_projection, tag
+
+_SIGNS = "linformer.signs"  # what the random signs are drawn for
+_SIGNS_TAG = tag(_SIGNS)
 
 
 class LengthProjection(nn.Module):
@@ -77,30 +83,50 @@ class Linformer(Method):
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.projection == "pooled" and call.state is None:
             return self._pooled(q, k, v, call)
+        slots_k, slots_v = self._slots(k, v, call)
+        return (q @ slots_k.mT * call.scale).softmax(-1) @ slots_v
+
+    def _slots(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """K' = E K (B, H, r, d) and V' = E V."""
         if call.keep is not None:  # the valid tokens first, in their order
             order = place_of_rank(call.keep)[:, None, :, None]
             k, v = (x.take_along_dim(order, dim=2) for x in (k, v))
         rows = self._rows(k.shape[-2], call).to(k.dtype)  # E (H, r, n)
         n = rows.shape[-1]  # a learned E may be shorter than the padding
-        slots_k, slots_v = rows @ k[..., :n, :], rows @ v[..., :n, :]  # K' = E K (B, H, r, d), V' = E V
-        return (q @ slots_k.mT * call.scale).softmax(-1) @ slots_v
+        return rows @ k[..., :n, :], rows @ v[..., :n, :]
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if call.state is not None:
+            slots_k, slots_v = self._slots(k, v, call)
+        elif self.projection == "random":
+            slots_k, slots_v = (sign_projection(x, call.keep, call.draws, _SIGNS_TAG, self.rank) for x in (k, v))
+        else:
+            slots_k, slots_v = (native_segments.segment_means(x, call.keep, self.rank) for x in (k, v))
+            bias = self._lengths(k, call).to(q.dtype).log().expand(k.shape[0], -1)
+            return attend(q, slots_k, slots_v, None, bias, call.scale)[0]
+        return attend(q, slots_k, slots_v, None, None, call.scale)[0]
 
     def _rows(self, n: int, call: Call) -> Tensor:
         """The first n columns of E, (H, rank, n)."""
         if call.state is not None:
             weight: Tensor = call.state.weight  # type: ignore[assignment]
             return weight[..., :n]
-        bits = call.draws.bits("linformer.signs", n, -(-self.rank // 32))  # 32 signs to a word; column j needs no n
+        bits = call.draws.bits(_SIGNS, n, -(-self.rank // 32))  # 32 signs to a word; column j needs no n
         signs = (bits.unsqueeze(-1) >> torch.arange(32, device=bits.device)) & 1
         return (signs.flatten(-2)[..., : self.rank].mT.double() * 2 - 1) / self.rank**0.5
 
     def _pooled(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         ranks, count = call.key_ranks(k.shape[-2], k.device)
         slots_k, slots_v = (segment_means(x, ranks, count, call.keep, self.rank) for x in (k, v))
-        ends = torch.arange(self.rank + 1, device=k.device) * count[:, None] // self.rank  # (B or 1, r + 1)
-        lengths = ends.diff(dim=-1)[:, None, None, :].to(q.dtype)
+        lengths = self._lengths(k, call)[:, None, None, :].to(q.dtype)
         weights, _ = dense.softmax(q @ slots_k.mT * call.scale + lengths.log())  # an empty run has a logit of -inf
         return weights @ slots_v
+
+    def _lengths(self, k: Tensor, call: Call) -> Tensor:
+        """(B or 1, r): how many valid tokens each run has."""
+        _, count = call.key_ranks(k.shape[-2], k.device)
+        ends = torch.arange(self.rank + 1, device=k.device) * count[:, None] // self.rank  # (B or 1, r + 1)
+        return ends.diff(dim=-1)
 
     def exact_target(self) -> Method | None:
         return method("exact") if self.projection == "pooled" else None

@@ -21,6 +21,7 @@ namespace sparing::SPARING_ISA {
 #include "attend.h"
 #include "segments.h"
 #include "inverse.h"
+#include "signs.h"
 #include "yoso.h"
 #include "feature_maps.h"
 #include "feature_sums.h"
@@ -35,6 +36,7 @@ constexpr KernelsOf<T> kernels_of() {
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},
       .segments = segment_kernels<T>(),
+      .signs = sign_kernels<T>(),
       .top_keys = top_keys_kernels<T>(),
       .window = {window_scratch<T>, window_tasks<T>, window_forward<T>, window_backward<T>},
       .yoso = yoso_kernels<T>(),

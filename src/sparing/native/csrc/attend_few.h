@@ -145,14 +145,12 @@ void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* s
       for (int64_t r = 0; r < rows; ++r) {
         pack_row<T>(queries + r * call.q.token_step, call.depth, r, rows, few.query_rows);
         pack_row<T>(grads + r * call.grad.token_step, call.width, r, rows, few.grad_rows);
-        // Summed in the order of the product: where one key has all the weight, its slope is then zero, as it should be.
-        T delta = T(0);
-        for (int64_t e = 0; e < call.width; ++e)
-          delta += call.out[(at + r) * call.width + e] * grads[r * call.grad.token_step + e];
-        delta -= call.lse_grad[at + r];
         T *scores = few.scores + r * few.columns, *slopes = few.slopes + r * few.columns;
-        const T lse = call.lse[at + r];
-        if (few.count) weigh(scores, few.bias, few.columns, lse);
+        if (few.count) weigh(scores, few.bias, few.columns, call.lse[at + r]);
+        // What the weights' gradients are on average; where one key has all the weight, its slope is then zero.
+        Vec<T> mean{};
+        for (int64_t c = 0; c < few.columns; c += lanes<T>) mean += load<T>(scores + c) * load<T>(slopes + c);
+        const T delta = sum<T>(mean) - call.lse_grad[at + r];
         for (int64_t c = 0; c < few.columns; c += lanes<T>)
           store<T>(slopes + c, load<T>(scores + c) * (load<T>(slopes + c) - delta));
       }

@@ -7,6 +7,7 @@
 #include "inverse_call.h"
 #include "lsh_call.h"
 #include "segments_call.h"
+#include "signs_call.h"
 #include "top_keys_call.h"
 #include "window_call.h"
 #include "yoso_call.h"
@@ -20,6 +21,7 @@ struct KernelsOf {
   InverseKernels<T> inverse;
   LshKernels<T> lsh;
   SegmentKernels<T> segments;
+  SignKernels<T> signs;
   TopKeysKernels<T> top_keys;
   WindowKernels<T> window;
   YosoKernels<T> yoso;

@@ -2,7 +2,6 @@
 // (block low, block high, stream, purpose), and block b holds the numbers 4 b to 4 b + 3 of a stream.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 namespace sparing {
@@ -15,7 +14,8 @@ struct Philox {
     uint32_t word[4];
   };
 
-  Words block(uint64_t number) const {
+  // Always inline: a copy compiled for a wide instruction set must not serve the others.
+  __attribute__((always_inline)) Words block(uint64_t number) const {
     uint32_t c0 = uint32_t(number), c1 = uint32_t(number >> 32), c2 = stream, c3 = purpose;
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
     for (int round = 0; round < 10; ++round) {
@@ -33,21 +33,6 @@ struct Philox {
     for (int64_t first = 0; first < count; first += 4) {
       const Words drawn = block(uint64_t(first) / 4);
       for (int64_t i = first; i < first + 4 && i < count; ++i) take(i, drawn.word[i - first]);
-    }
-  }
-
-  // Numbers 2 i and 2 i + 1 make the i-th standard normal one, by the Box-Muller transform. The logarithm and the
-  // cosine may differ from torch's in the last bit.
-  template <class Take>
-  void normals(int64_t count, const Take& take) const {
-    const auto normal = [](uint32_t a, uint32_t b) {
-      const double u = (double(a) + 0.5) / 4294967296.0, v = (double(b) + 0.5) / 4294967296.0;
-      return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * 3.14159265358979323846 * v);
-    };
-    for (int64_t first = 0; first < count; first += 2) {
-      const Words drawn = block(uint64_t(first) / 2);
-      take(first, normal(drawn.word[0], drawn.word[1]));
-      if (first + 1 < count) take(first + 1, normal(drawn.word[2], drawn.word[3]));
     }
   }
 };

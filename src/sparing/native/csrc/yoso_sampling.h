@@ -1,6 +1,7 @@
 // The random part of a yoso call: which hyperplanes the seed gives, and the codes of the tokens on their sides.
 #pragma once
 
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -79,6 +80,21 @@ struct Side {
   }
 };
 
+// take(i, x) for standard normal numbers; 2 i and 2 i + 1 of the stream's words make the i-th, by the Box-Muller
+// transform, as in draws.py. The logarithm and the cosine may differ from torch's in the last bit.
+template <class Take>
+void normals_of(const Philox& random, int64_t count, const Take& take) {
+  const auto normal = [](uint32_t a, uint32_t b) {
+    const double u = (double(a) + 0.5) / 4294967296.0, v = (double(b) + 0.5) / 4294967296.0;
+    return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * 3.14159265358979323846 * v);
+  };
+  for (int64_t first = 0; first < count; first += 2) {
+    const Philox::Words drawn = random.block(uint64_t(first) / 2);
+    take(first, normal(drawn.word[0], drawn.word[1]));
+    if (first + 1 < count) take(first + 1, normal(drawn.word[2], drawn.word[3]));
+  }
+}
+
 // Hyperplanes of some heads for one chunk.
 template <class T>
 struct Planes {
@@ -103,7 +119,7 @@ struct Planes {
           draws.words(rows * width, [&](int64_t i, uint32_t word) { signs[at + i] = word & 1 ? T(1) : T(-1); });
           continue;
         }
-        draws.normals(rows * width, [&](int64_t i, double x) { normals[at + i] = x, rounded[at + i] = T(x); });
+        normals_of(draws, rows * width, [&](int64_t i, double x) { normals[at + i] = x, rounded[at + i] = T(x); });
         for (int64_t row = 0; row < rows; ++row) {
           double squares = 0;
           for (int64_t k = 0; k < width; ++k) squares += normals[at + row * width + k] * normals[at + row * width + k];

@@ -1,0 +1,60 @@
+"""Products with a matrix of random signs, which is drawn and never stored."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparing.native.library import schemas
+from sparing.native.tensors import adjacent
+
+if TYPE_CHECKING:
+    from sparing.draws import Draws
+
+_DRAWS = "Tensor? keep, Tensor streams, int seed, int purpose"
+schemas.define(f"sign_projection(Tensor x, {_DRAWS}, int slots) -> Tensor")
+schemas.define(f"sign_projection_backward(Tensor grad, {_DRAWS}, int tokens) -> Tensor")
+
+
+def tag(name: str) -> int:
+    """The number under which `Draws` draws for this purpose; taken once, because a compiled graph cannot."""
+    return zlib.crc32(name.encode())
+
+
+def sign_projection(x: Tensor, keep: Tensor | None, draws: Draws, purpose: int, slots: int) -> Tensor:
+    """E x (B, H, slots, d) for x (B, H, n, d): E (H, slots, n) has entries +-1 / sqrt(slots).
+
+    A token meets the column of its rank among those that keep (B, n) holds valid. The sign of slot s in column j is
+    bit s % 32 of the word (j, s // 32) of `draws.bits(name, n, ceil(slots / 32))`, where `purpose` is the tag of the
+    name, `tag(name)`.
+    """
+    seed = draws.seed - 2**64 if draws.seed >= 2**63 else draws.seed  # the same 64 bits, as a signed number
+    keep = None if keep is None else keep.contiguous()
+    return torch.ops.sparing.sign_projection(adjacent(x), keep, draws.streams.contiguous(), seed, purpose, slots)
+
+
+@torch.library.register_fake("sparing::sign_projection", lib=schemas)
+def _(x: Tensor, keep: Tensor | None, streams: Tensor, seed: int, purpose: int, slots: int) -> Tensor:
+    return x.new_empty(*x.shape[:2], slots, x.shape[3])
+
+
+@torch.library.register_fake("sparing::sign_projection_backward", lib=schemas)
+def _(grad: Tensor, keep: Tensor | None, streams: Tensor, seed: int, purpose: int, tokens: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:2], tokens, grad.shape[3])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, keep, streams, *ctx.draws, _ = inputs
+    ctx.tokens = x.shape[2]
+    ctx.save_for_backward(keep, streams)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    back = torch.ops.sparing.sign_projection_backward(adjacent(grad), *ctx.saved_tensors, *ctx.draws, ctx.tokens)
+    return back, *[None] * 5
+
+
+torch.library.register_autograd("sparing::sign_projection", _backward, setup_context=_setup, lib=schemas)
