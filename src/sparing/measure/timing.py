@@ -1,10 +1,10 @@
-"""Wall-clock time as a ratio: both sides interleaved in one run, so that they meet the same noise."""
+"""Wall-clock time as a ratio: all sides interleaved in one run, so that they meet the same noise."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -16,6 +16,38 @@ class Interval(NamedTuple):
     high: float
 
 
+def interval(values: Sequence[float]) -> Interval:
+    """The median and the quartiles; a single value is all three."""
+    if not values:
+        raise ValueError("values is empty: there is no median of nothing")
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Interval(statistics.median(values), low, high)
+
+
+def race(
+    sides: Sequence[Callable[[], object]], rounds: Sequence[int], calls: Sequence[int] | None = None
+) -> list[list[float]]:
+    """Seconds per call of every side, one number for each of its rounds.
+
+    Round i times each side once, in an order that alternates; a side with fewer rounds stays out of the later ones.
+    So number i of two sides were taken next to each other.
+
+    calls: how often a side is called in a round, so that short ones can be told from the grain of the clock.
+    """
+    found: list[list[float]] = [[] for _ in sides]
+    for number in range(max(rounds, default=0)):
+        order = range(len(sides)) if number % 2 else reversed(range(len(sides)))
+        for side in order:
+            if number >= rounds[side]:
+                continue
+            count = calls[side] if calls else 1
+            start = time.perf_counter()
+            for _ in range(count):
+                sides[side]()
+            found[side].append((time.perf_counter() - start) / count)
+    return found
+
+
 def speed_ratio(baseline: Callable[[], object], candidate: Callable[[], object], *, rounds: int = 9) -> Interval:
     """Seconds of the baseline / seconds of the candidate, round by round: above 1 the candidate is faster.
 
@@ -23,15 +55,5 @@ def speed_ratio(baseline: Callable[[], object], candidate: Callable[[], object],
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    sides = (baseline, candidate)
-    ratios = []
-    for round_number in range(rounds + 1):
-        seconds = [0.0, 0.0]
-        for side in (0, 1) if round_number % 2 else (1, 0):
-            start = time.perf_counter()
-            sides[side]()
-            seconds[side] = time.perf_counter() - start
-        if round_number:
-            ratios.append(seconds[0] / seconds[1])
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
-    return Interval(statistics.median(ratios), low, high)
+    slow, fast = race((baseline, candidate), (rounds + 1, rounds + 1))
+    return interval([a / b for a, b in zip(slow[1:], fast[1:], strict=True)])
