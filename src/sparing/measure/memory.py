@@ -1,0 +1,64 @@
+"""Peak memory of a call, as the operating system saw it.
+
+torch counts its own allocations only, and a kernel's scratch is not among them. Linux keeps the largest resident size
+of a process (`VmHWM`) and starts over when a 5 is written to `/proc/self/clear_refs`, so that everything counts:
+tensors, scratch, thread stacks. The size before the call is subtracted.
+
+Memory that the C library keeps for later would hide what a call takes from it, so it is handed back first
+(`malloc_trim`). What remains uncertain is about a megabyte: pages come in groups and the kernel counts in batches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+def peak_extra_bytes(call: Callable[[], object]) -> int | None:
+    """The most memory that the process held during the call, less what it held before; None where nobody can tell.
+
+    The result of the call counts, its inputs do not. Call it once before, so that nothing that happens only once is
+    measured. Other threads of the process are measured too.
+    """
+    if not can_measure():
+        return None
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _status("VmRSS")
+    _RESET.write_text("5")
+    call()
+    return max(_status("VmHWM") - before, 0)
+
+
+def can_measure() -> bool:
+    """Whether this system keeps a peak that can be reset: Linux with its C library."""
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        return False
+    try:
+        _RESET.write_text("5")
+        return _status("VmHWM") > 0
+    except (OSError, LookupError):
+        return False
+
+
+def available_bytes() -> int | None:
+    """Memory that can still be taken without swapping; None where nobody can tell."""
+    try:
+        return _entry(Path("/proc/meminfo"), "MemAvailable")
+    except (OSError, LookupError):
+        return None
+
+
+def _status(name: str) -> int:
+    return _entry(_STATUS, name)
+
+
+def _entry(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"{path} has no entry {name}")
