@@ -1,0 +1,38 @@
+"""The machine that a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparing import native
+from sparing.version import __version__
+
+
+def machine() -> dict[str, Any]:
+    """Processor, instruction set of the kernels, versions, threads; nothing that names the host or its user."""
+    kernels = native.info()
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "instruction_set": kernels.instruction_set,
+        "kernels": "loaded" if kernels.loaded else "not loaded",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sparing": __version__,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
