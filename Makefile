@@ -21,7 +21,7 @@ test-all: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
 bench: $(KERNELS)
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/sparing bench --out out
 
 lint: $(READY)
 	$(BIN)/ruff check

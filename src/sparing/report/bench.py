@@ -1,0 +1,206 @@
+"""A benchmark as terminal tables."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparing.measure.results import (
+    SDPA,
+    SDPA_BF16,
+    SDPA_PROJECTION,
+    TARGET_SIZES,
+    Bench,
+    Pass,
+    Target,
+    baseline,
+)
+from sparing.measure.timing import Interval
+
+
+def show(bench: Bench, *, console: Console | None = None) -> None:
+    """Print everything. A table is as wide as it must: lines that wrap are better than a number that is cut off."""
+    console = console or Console()
+    console.print(Text(head(bench)))
+    for table in tables(bench):
+        needed = Console(width=1000).measure(table).maximum
+        Console(width=max(console.width, needed), file=console.file).print(table)
+    console.print(Text(notes(bench)))
+
+
+def tables(bench: Bench) -> list[Table]:
+    """Ratios for each pass, times and memory, public implementations."""
+    kinds = [_ratio_table, _cost_table, *([_peer_table] if bench.settings.peers else [])]
+    return [kind(bench, part) for kind in kinds for part in bench.settings.passes]
+
+
+def head(bench: Bench) -> str:
+    """What was measured, and where."""
+    s, m = bench.settings, bench.machine
+    kernels = f"kernels: {m['instruction_set']}" if m["instruction_set"] else "no kernels: plain PyTorch"
+    return (
+        f"batch {s.batch}, {s.heads} heads x {s.width}, float32, {s.threads} threads; {m['cpu']}, {m['cores']} cores, "
+        f"{kernels}, torch {m['torch']}\ninputs: {bench.inputs}\n"
+    )
+
+
+def _table(bench: Bench, title: str, caption: str, *last: str) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in (*map(str, bench.settings.lengths), *last):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _ratio_table(bench: Bench, part: Pass) -> Table:
+    caption = (
+        "Time of SDPA in float32 / time of the method: median, quartiles of one run; bf16: against SDPA in bfloat16; "
+        ">= is the target. Crossover: from there on the method is faster.  -: not measured, see below."
+    )
+    table = _table(bench, f"Speed against exact attention, {part}", caption, "crossover")
+    targets = {(t.method, t.length): t for t in bench.targets() if t.part == part}
+    for spec in bench.settings.methods:
+        gate = bench.gate(spec)
+        if gate is not None and not gate.passed:
+            table.add_row(spec, *["red"] * len(bench.settings.lengths), "-")
+            continue
+        cells = [_ratio_cell(bench, spec, n, part, targets.get((spec, n))) for n in bench.settings.lengths]
+        table.add_row(spec + _mark(spec), *cells, str(bench.crossover(spec, part)))
+    return table
+
+
+def _mark(spec: str) -> str:
+    return " +" if baseline(spec) == SDPA_PROJECTION else ""
+
+
+def _ratio_cell(bench: Bench, spec: str, length: int, part: Pass, target: Target | None) -> str:
+    lines = []
+    ratio = bench.ratio(spec, baseline(spec), length, part)
+    lines += ["-"] if ratio is None else [_times(ratio.speed.median), f"{_span(ratio.speed)}"]
+    rough = bench.ratio(spec, SDPA_BF16, length, part)
+    lines += [] if rough is None else [f"bf16 {_times(rough.speed.median)}"]
+    if target is not None:
+        verdict = "not run" if ratio is None else "met" if ratio.speed.median >= target.ratio else "SHORT"
+        lines.append(f">={target.ratio:g} {verdict}")
+    return "\n".join(lines)
+
+
+def _cost_table(bench: Bench, part: Pass) -> Table:
+    caption = "Median seconds of a call, and its peak memory beyond the inputs (what the system saw, kernels included)."
+    table = _table(bench, f"Time and memory, {part}", caption)
+    for side in sides(bench):
+        cells = []
+        for length in bench.settings.lengths:
+            found = bench.timing(side, length, part)
+            if found is None or found.seconds is None:
+                cells.append("-")
+                continue
+            cells.append(_seconds(found.seconds.median) + ("" if found.memory is None else f"\n{_bytes(found.memory)}"))
+        table.add_row(side, *cells)
+    return table
+
+
+def sides(bench: Bench) -> list[str]:
+    """Baselines, methods, then public implementations."""
+    known = dict.fromkeys(t.side for t in bench.timings)
+    own = [name for name in (SDPA, SDPA_BF16, SDPA_PROJECTION, *bench.settings.methods) if name in known]
+    return [*own, *(name for name in known if name not in own)]
+
+
+def _peer_table(bench: Bench, part: Pass) -> Table:
+    caption = (
+        "Time of the public implementation / time of the method here. Their projections are replaced by the given q, "
+        "k and v and take no time; Reformer's keys are its queries."
+    )
+    table = _table(bench, f"Speed against public implementations, {part}", caption, "version")
+    for status in bench.peers:
+        if status.peer == "-":
+            continue
+        against = f"{status.peer} for {status.method}"
+        found = [bench.ratio(status.method, against, n, part) for n in bench.settings.lengths]
+        cells = ["-" if r is None else f"{_times(r.speed.median)}\n{_span(r.speed)}" for r in found]
+        table.add_row(against, *cells, status.version or "not installed")
+    return table
+
+
+def notes(bench: Bench) -> str:
+    """What follows from the tables, and why figures are missing."""
+    lines = [*_target_lines(bench), *(_fact_line(fact.name, fact.value, fact.unit, fact.why) for fact in bench.facts)]
+    red = [gate for gate in bench.gates if not gate.passed]
+    lines += [f"RED: {g.method}: {g.detail}, at {g.length} tokens; no ratio is stated" for g in red]
+    if bench.gates and not red:
+        length = bench.gates[0].length
+        lines.append(f"Every method agrees with its reference, at {length} tokens, within the error of float32.")
+    if any(_mark(spec) for spec in bench.settings.methods):
+        lines.append("+ compared with SDPA plus the value projection, whose work it samples")
+    missing = [f"{p.peer} for {p.method}: {p.why}" for p in bench.peers if p.why and p.peer != "-"]
+    without = [p.method for p in bench.peers if p.peer == "-"]
+    lines += missing + ([f"no public implementation for CPUs: {', '.join(without)}"] if without else [])
+    lines += [
+        f"not measured: {side}, {part}, {', '.join(map(str, lengths))} tokens: {why}"
+        for (side, part, why), lengths in _absent(bench).items()
+    ]
+    return "\n".join([*lines, f"took {bench.duration / 60:.1f} minutes"])
+
+
+def _absent(bench: Bench) -> dict[tuple[str, str, str], list[int]]:
+    red = {gate.method for gate in bench.gates if not gate.passed}
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for timing in bench.timings:
+        if timing.seconds is None and timing.side not in red:
+            found.setdefault((timing.side, timing.part, timing.why), []).append(timing.length)
+    return found
+
+
+def _target_lines(bench: Bench) -> list[str]:
+    targets = bench.targets()
+    if not targets:
+        sizes = ", ".join(f"{name} {size}" for name, size in TARGET_SIZES.items())
+        return [f"Targets are stated for {sizes}, and for the default methods: this run cannot judge them."]
+    met, short, absent = [], [], []
+    for target in targets:
+        ratio = bench.ratio(target.method, SDPA, target.length, target.part)
+        text = f"{target.method} {target.part} at {target.length}: "
+        if ratio is None:
+            absent.append(f"{text}>={target.ratio:g}x")
+        elif ratio.speed.median >= target.ratio:
+            met.append(text)
+        else:
+            short.append(f"{text}{ratio.speed.median:.3g}x, target {target.ratio:g}x")
+    lines = [f"{len(met)} of {len(targets)} targets met."]
+    lines += [f"short of its target: {text}" for text in short]
+    return lines + [f"target not measured: {text}" for text in absent]
+
+
+def _fact_line(name: str, value: Interval | None, unit: str, why: str) -> str:
+    return f"{name}: {why}" if value is None else f"{name}: {value.median:.3g}{unit} ({_span(value)})"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}x" if value < 10 else f"{value:.1f}x" if value < 100 else f"{value:.0f}x"
+
+
+def _span(value: Interval) -> str:
+    digits = 2 if value.median < 10 else 1 if value.median < 100 else 0
+    return f"{value.low:.{digits}f}-{value.high:.{digits}f}"
+
+
+def _seconds(value: float) -> str:
+    if value < 0.9995e-3:
+        return f"{value * 1e6:.0f} us"
+    return f"{_three(value * 1e3)} ms" if value < 0.9995 else f"{_three(value)} s"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("KiB", "MiB"):
+        value /= 1024
+        if value < 999.5:
+            return f"{_three(value)} {unit}"
+    return f"{_three(value / 1024)} GiB"
+
+
+def _three(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
