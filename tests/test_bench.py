@@ -107,7 +107,7 @@ def test_tables_hold_ratios_times_and_crossovers(run, capsys):
     out = printed(run, capsys)
     for word in ("nystrom(landmarks=8)", "monte_carlo(alpha=0.2) +", "bf16 ", "crossover", "forward+backward", "KiB"):
         assert word in out, f"{word!r} is missing in\n{out}"
-    assert "cannot judge" in out
+    assert "this run can judge none" in out
     assert "Every method agrees with its reference, at 64 tokens" in out
     ratio = run.ratio("nystrom(landmarks=8)", SDPA, 64, "forward")
     assert f"{ratio.speed.median:.2f}x" in out
@@ -231,6 +231,14 @@ def test_what_takes_too_long_is_left_out_and_said(capsys, monkeypatch):
     assert "not measured: SDPA float32, forward, 128 tokens: about 16 s a call" in notes(found)
 
 
+def test_a_linear_method_is_not_left_out_as_if_it_were_quadratic():
+    side = benchmark._Side(name="-", build=None, method=sparing.method("kernel(kind=elu)"))
+    side.seconds["forward"] = [(512, 1.0)]
+    assert side.expected(8192, "forward", Settings(methods=("exact",))) == pytest.approx(16.0)
+    side.method = sparing.method("exact")
+    assert side.expected(8192, "forward", Settings(methods=("exact",))) == pytest.approx(256.0)
+
+
 def ticking(work, now):
     def compute(*leaves):
         now[0] += 0.001
@@ -248,6 +256,7 @@ def test_what_needs_too_much_memory_is_left_out(monkeypatch):
 def test_extending_to_a_longer_sequence():
     assert extend([], 64) is None
     assert extend([(16, 2.0)], 64) == 32.0, "one length: quadratic"
+    assert extend([(16, 2.0)], 64, power=1.0) == 8.0, "one length and a known power"
     assert extend([(8, 1.0), (16, 2.0)], 64) == 8.0
     assert extend([(8, 2.0), (16, 1.0)], 64) == 4.0, "never sublinear"
     assert extend([(8, 1.0), (16, 100.0)], 64) == 1600.0, "never above quadratic"

@@ -100,7 +100,7 @@ class _Side:
 
     name: str
     build: Callable[[Inputs], Work]
-    method: Method | None = None
+    method: Method | None = None  #: what it computes; None for exact attention
     rivals: tuple[str, ...] = ()  #: sides that a ratio is stated against
     why: dict[Pass, str] = field(default_factory=dict)  #: why it takes no part
     seconds: dict[Pass, list[tuple[int, float]]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class _Side:
         """Why it would take too long or too much at this length; empty if it would not."""
         if part in self.why:
             return self.why[part]
-        seconds = extend(self.seconds.get(part, []), length)
+        seconds = self.expected(length, part, settings)
         if seconds is not None and rounds_for(seconds, settings.seconds) == 0:
             return f"about {seconds:.0f} s a call: two exceed the {settings.seconds:g} s of a side"
         needed, free = self._needed(length, part, settings), memory.available_bytes()
@@ -118,27 +118,39 @@ class _Side:
             return f"about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
         return ""
 
+    def expected(self, length: int, part: Pass, settings: Settings) -> float | None:
+        """Seconds of a call, from the lengths before; None if there are none."""
+        points = self.seconds.get(part, [])
+        if len(points) != 1 or self.method is None:
+            return extend(points, length)
+        work = [self.method.cost(_shape(n, settings)).flops for n in (points[0][0], length)]
+        return extend(points, length, power=math.log(work[1] / work[0]) / math.log(length / points[0][0]))
+
     def _needed(self, length: int, part: Pass, settings: Settings) -> float:
         found = extend(self.memory.get(part, []), length)
         if found is not None or self.method is None:
             return found or 0.0
-        shape = Shape(
-            batch=settings.batch, heads=settings.heads, queries=length, keys=length, head_dim=settings.width,
-            value_dim=settings.width,
-        )  # fmt: skip
-        return self.method.cost(shape).bytes
+        return self.method.cost(_shape(length, settings)).bytes
 
 
-def extend(points: Sequence[tuple[int, float]], length: int) -> float | None:
-    """What a longer sequence would take, from the last two lengths: a power between 1 and 2; 2 where one is known.
+def _shape(length: int, settings: Settings) -> Shape:
+    return Shape(
+        batch=settings.batch, heads=settings.heads, queries=length, keys=length, head_dim=settings.width,
+        value_dim=settings.width,
+    )  # fmt: skip
 
-    >>> extend([(1024, 1.0), (2048, 2.0)], 4096), extend([(1024, 1.0)], 4096)
-    (4.0, 16.0)
+
+def extend(points: Sequence[tuple[int, float]], length: int, *, power: float = 2.0) -> float | None:
+    """What a longer sequence would take, from the last two lengths, or by `power` where one is known.
+
+    The power is taken to be from 1 to 2.
+
+    >>> extend([(1024, 1.0), (2048, 2.0)], 4096), extend([(1024, 1.0)], 4096), extend([(1024, 1.0)], 4096, power=1.0)
+    (4.0, 16.0, 4.0)
     """
     if not points:
         return None
     n, value = points[-1]
-    power = 2.0
     if len(points) > 1 and min(value, points[-2][1]) > 0:
         power = math.log(value / points[-2][1]) / math.log(n / points[-2][0])
     return value * (length / n) ** min(max(power, 1.0), 2.0)
@@ -172,7 +184,7 @@ class _Track:
             why = side.refusal(length, part, self.settings)
             if not why:
                 try:
-                    found = _prepare(side, inputs, part, self.settings.seconds)
+                    found = _prepare(side, inputs, part, self.settings)
                 except Exception as error:  # a refusal, or too little memory: the others go on
                     why = _reason(error)
                 else:
@@ -222,17 +234,15 @@ class _Ready:
                 self._run()
 
 
-def _prepare(side: _Side, inputs: Inputs, part: Pass, budget: float) -> _Ready:
+def _prepare(side: _Side, inputs: Inputs, part: Pass, settings: Settings) -> _Ready:
     """Build the call, warm it up and take its memory, unless it is known to be long."""
     run = side.build(inputs).call(backward=part == "forward+backward")
-    seconds = extend(side.seconds.get(part, []), inputs.q.shape[-2])
-    if seconds is not None and seconds > _WARM_UP:
-        return _Ready(run, rounds_for(seconds, budget), seconds, None, False)
-    run()
-    ((seconds,),) = race([run], [1])
-    if seconds > _WARM_UP:
-        return _Ready(run, rounds_for(seconds, budget), seconds, None, False)
-    return _Ready(run, rounds_for(seconds, budget), seconds, memory.peak_extra_bytes(run), True)
+    seconds = side.expected(inputs.q.shape[-2], part, settings)
+    if seconds is None or seconds <= _WARM_UP:
+        run()
+        ((seconds,),) = race([run], [1])
+    rounds, short = rounds_for(seconds, settings.seconds), seconds <= _WARM_UP
+    return _Ready(run, rounds, seconds, memory.peak_extra_bytes(run) if short else None, short)
 
 
 def _sides(chosen: list[Method], gates: list[gate.Gate], settings: Settings) -> list[_Side]:
@@ -266,7 +276,7 @@ def _peer_name(peer: Peer, one: Method) -> str:
 
 def _peer_side(peer: Peer, one: Method) -> _Side:
     why: dict[Pass, str] = {} if peer.backward else {"forward+backward": "it has no backward pass on CPUs"}
-    return _Side(name=_peer_name(peer, one), build=lambda inputs: peer.build(one, inputs), why=why)
+    return _Side(name=_peer_name(peer, one), build=lambda inputs: peer.build(one, inputs), method=one, why=why)
 
 
 def _statuses(chosen: list[Method]) -> list[PeerStatus]:

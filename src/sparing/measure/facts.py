@@ -42,7 +42,7 @@ def _growth(one: Yoso, settings: Settings, short: int, long: int, taken: Timing 
     fixed = replace(one, bits=one.bits or _BITS)
     name = f"{fixed}: time per token at {long} / at {short}, forward"
     if short == long or taken is None or taken.seconds is None:
-        return Fact(name=name, value=None, why="there are no two lengths to compare")
+        return Fact(name=name, value=None, why=f"it needs two lengths, and a time at {long}")
     return Fact(name=name, value=per_token_growth(fixed, settings, short, long), unit="x")
 
 

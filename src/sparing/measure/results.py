@@ -197,7 +197,10 @@ class Bench:
         """The targets that this run can judge: none for other sizes than theirs."""
         if any(getattr(self.settings, name) != size for name, size in TARGET_SIZES.items()):
             return []
-        return [t for t in TARGETS if t.method in self.settings.methods and t.part in self.settings.passes]
+        chosen = self.settings
+        return [
+            t for t in TARGETS if t.method in chosen.methods and t.part in chosen.passes and t.length in chosen.lengths
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, from which `from_dict` makes an equal object."""

@@ -158,7 +158,9 @@ def _target_lines(bench: Bench) -> list[str]:
     targets = bench.targets()
     if not targets:
         sizes = ", ".join(f"{name} {size}" for name, size in TARGET_SIZES.items())
-        return [f"Targets are stated for {sizes}, and for the default methods: this run cannot judge them."]
+        return [
+            f"Targets are stated for {sizes}, and some of the default methods and lengths: this run can judge none."
+        ]
     met, short, absent = [], [], []
     for target in targets:
         ratio = bench.ratio(target.method, SDPA, target.length, target.part)

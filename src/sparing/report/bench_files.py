@@ -32,7 +32,7 @@ def write_plot(bench: Bench, path: Path) -> None:
             "matplotlib is missing; run: pip install 'sparing[bench]'", name="matplotlib"
         ) from None
     figure = Figure(figsize=(6 * len(bench.settings.passes) + 3, 6), layout="constrained")
-    styles = {SDPA: ("black", "-"), SDPA_BF16: ("gray", "-"), SDPA_PROJECTION: ("black", ":")}
+    styles = {SDPA: ("black", "-"), SDPA_BF16: ("black", "-."), SDPA_PROJECTION: ("black", ":")}
     colours = {spec: f"C{i % 10}" for i, spec in enumerate(bench.settings.methods)}
     for number, part in enumerate(bench.settings.passes):
         axes = figure.add_subplot(1, len(bench.settings.passes), number + 1)
@@ -54,7 +54,9 @@ def write_plot(bench: Bench, path: Path) -> None:
     shown = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=7)
     s, m = bench.settings, bench.machine
-    figure.suptitle(f"batch {s.batch}, {s.heads} heads x {s.width}, {s.threads} threads, {m['cpu']}", fontsize=9)
+    figure.suptitle(
+        f"batch {s.batch}, {s.heads} heads x {s.width}, {s.threads} threads, {m['cpu']}", x=0.01, ha="left", fontsize=9
+    )
     with _whole(path) as temporary:
         figure.savefig(temporary, format=path.suffix.lstrip("."), dpi=120)
 
