@@ -9,7 +9,7 @@ from test_monte_carlo import SETTINGS, exact, problem, spec
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparing
-from sparing import Projection, Shape, Unsupported
+from sparing import Projection, Shape, Unsupported, native
 from sparing.maths.sampling import sample_counts
 from sparing.methods import monte_carlo
 
@@ -18,13 +18,24 @@ from inputs import keys_mask, make, padding
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("alpha", [0.0, 1e-3, 1e-300])
-def test_no_error_allowed_is_bitwise_exact(setting, alpha):
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_no_error_allowed_is_bitwise_exact(setting, alpha, impl):
+    """What exact attention gives where it runs in the same way: by its specification, or as fast as it can."""
     q, k, value = problem(heads=4, kv_heads=2, n_q=9, batch=2)
-    found = sparing.attention(q, k, value, enable_gqa=True, method=spec(alpha, setting), seed=0)
+    call = {"enable_gqa": True, "impl": impl}
+    found = sparing.attention(q, k, value, method=spec(alpha, setting), seed=0, **call)
+    assert torch.equal(found, sparing.attention(q, k, value, method="exact", **call))
+    lse = sparing.inspect(q, k, value, method=spec(1.0, setting), seed=0, **call).lse
+    wanted = sparing.inspect(q, k, value, method="exact", **call).lse
+    torch.testing.assert_close(lse, wanted, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_samples_by_plain_pytorch_are_bitwise_exact(setting):
+    q, k, value = problem(heads=4, kv_heads=2, n_q=9, batch=2)
+    with native.switched_off():
+        found = sparing.attention(q, k, value, enable_gqa=True, method=spec(1e-3, setting), seed=0)
     assert torch.equal(found, exact(q, k, value, enable_gqa=True))
-    lse = sparing.inspect(q, k, value, enable_gqa=True, method=spec(1.0, setting), seed=0).lse
-    wanted = sparing.inspect(q, k, value, enable_gqa=True, method="exact").lse
-    assert torch.equal(lse, wanted)
 
 
 def test_tokens_with_all_samples_are_projected_exactly():
@@ -104,13 +115,15 @@ def assert_padding_changes_no_count(side):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_count(side, monkeypatch):
     assert_padding_changes_no_count(side)
+    with native.switched_off():
+        assert_padding_changes_no_count(side)
     received = monte_carlo._received
     broken = {
         "sample_counts": lambda m, tokens, *rest: sample_counts(m, torch.full_like(tokens, m.shape[-1]), *rest),
         "_received": lambda weights, heads, call: received(weights, heads, replace(call, influence=None)),
     }
     for name, function in broken.items():  # controls: published code counts padded tokens and padded queries
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, native.switched_off():
             patch.setattr(monte_carlo, name, function)
             with pytest.raises(AssertionError, match="counts differ"):
                 assert_padding_changes_no_count(side)
@@ -187,7 +200,7 @@ def executed(q, k, value, method, impl, **kwargs):
 
     names = torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only
     counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(names, bags))
-    with counter:
+    with counter, native.switched_off():  # the counter does not see into kernels
         sparing.attention(q, k, value, method=method, seed=0, impl=impl, **kwargs)
     return counter.get_total_flops() + q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 

@@ -17,12 +17,14 @@ from sparing.maths.sampling import (
     feature_law,
     mean_token,
     project_rows,
+    purpose,
     ragged_product,
     sample_counts,
     sampled_product,
     whole_counts,
 )
-from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, knob
+from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, knob, method
+from sparing.native.projection import received, sampled_projection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,19 +132,67 @@ class MonteCarlo(Method):
                 values = values + v.bias.view(heads, 1, -1)
         return weights @ values.repeat_interleave(call.groups, dim=1)
 
+    def native(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor | None:
+        """Finds M_j, samples and projects by kernels, and leaves A H to exact attention; no matrix A is made."""
+        assert isinstance(v, Projection)
+        leaves = (q, k, *(t for t in v if t is not None))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in leaves):
+            return None  # the kernels have no gradient
+        if call.mask is not None or v.x.shape[-1] == 0:
+            return None  # a mask by query is as large as A, and without features there is nothing to sample
+        heads, d = q.shape[1] // call.groups, v.x.shape[-1]
+        valid, counts, lse = self._count(q, k, v, call)
+        center = v.x.new_zeros(1, 1, 1, d)
+        if bool((counts == d).all()):
+            values = v.project(heads)
+        else:
+            values = self._values(v, valid, counts, call)
+            if self.estimator == "mean":
+                center = mean_token(v.x, valid)
+                replaced = center @ v.weight.unflatten(0, (heads, -1)).mT
+                values = torch.where((counts == d).unsqueeze(-1), values, values + replaced)
+        quiet = replace(call, statistics=None)
+        if call.noted:
+            # As wide as the queries: torch's attention holds all of A where the widths differ.
+            off = _deviation(v, center, counts).unsqueeze(-1)
+            certificate = _attend(q, k, torch.nn.functional.pad(off, (0, q.shape[-1] - 1)), quiet)[..., 0]
+            self._note(lse, certificate, v, valid, counts, call)
+        return _attend(q, k, values, quiet)
+
+    def _count(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Which keys count and r (B, H_kv, n_k), by a kernel; the log-sum-exp (B, H, n_q)."""
+        batch, heads, n_k, d = q.shape[0], q.shape[1] // call.groups, k.shape[2], v.x.shape[-1]
+        largest, lse = received(q, k, call.keep, call.influence, call.scale)
+        weight = largest.unflatten(1, (heads, -1)).amax(2)
+        keep = torch.ones(batch, n_k, dtype=torch.bool, device=q.device) if call.keep is None else call.keep
+        valid = keep[:, None].expand(batch, heads, n_k)
+        return valid, self._budget(weight, valid, d), lse
+
+    def _values(self, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> Tensor:
+        """H + b (B, H_kv, n_k, e) by a kernel; tokens without samples give b."""
+        lists = self._lists(valid, call)
+        draws, shared = lists["draws"], lists["shared"]
+        return sampled_projection(
+            v.x, v.weight, v.bias, counts, lists["ranks"], draws.streams, draws.seed, purpose(shared), shared,
+            lists["stratified"],
+        )  # fmt: skip
+
+    def _budget(self, received: Tensor, valid: Tensor, features: int) -> Tensor:
+        counts = sample_counts(received, valid.sum(-1), self.alpha, features)  # eq. 9
+        return counts if self._samples else whole_counts(received, counts, features)
+
     def _weigh(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A (B, H, n_q, n_k); which keys count and r (B, H_kv, n_k); what replaces an inexact token (.., .., 1, d)."""
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         weights, lse = dense.softmax(dense.logits(q, k, call))  # exact
         valid, received = _received(weights.detach(), heads, call)  # M (B, H_kv, n_k)
-        counts = sample_counts(received, valid.sum(-1), self.alpha, d)  # eq. 9
-        if not self._samples:
-            counts = whole_counts(received, counts, d)
+        counts = self._budget(received, valid, d)
         center = v.x.new_zeros(1, 1, 1, d)
         if self.estimator == "mean" and bool((counts < d).any()):
             center = mean_token(v.x, valid)
         if call.noted:
-            self._note(weights, lse, v.x.unsqueeze(1), center, v.weight, valid, counts, call)
+            certificate = weights @ _deviation(v, center, counts).repeat_interleave(call.groups, dim=1).unsqueeze(-1)
+            self._note(lse, certificate.squeeze(-1), v, valid, counts, call)
         return weights, valid, counts, center
 
     @property
@@ -157,22 +207,13 @@ class MonteCarlo(Method):
             "stratified": self.estimator == "stratified",
         }
 
-    def _note(
-        self, weights: Tensor, lse: Tensor, x: Tensor, center: Tensor, weight: Tensor, valid: Tensor, counts: Tensor,
-        call: Call,
-    ) -> None:  # fmt: skip
-        d, tokens = max(x.shape[-1], 1), valid.sum(-1).clamp_min(1)
-        size = weight.unflatten(0, (counts.shape[1], -1)).flatten(1).norm(dim=-1)  # |W_h|_F
-        # RMS of H_j - x_j W is at most |x_j| |W|_F / sqrt(r_j) (Lemma 1); a token that is replaced errs by no more
-        # than |x_j - c| |W|_F.
-        off = (x - center).norm(dim=-1) * counts.clamp_min(1).to(x.dtype).rsqrt() * (counts < x.shape[-1])
-        off = (off * size.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)
+    def _note(self, lse: Tensor, certificate: Tensor, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> None:
+        d, tokens = max(v.x.shape[-1], 1), valid.sum(-1).clamp_min(1)
         rate = (counts * valid).sum(-1).double() / (tokens * d)
-        call.note(lse=lse, counts=counts, rate=rate, padded_rate=counts.double().mean(-1) / d)
-        call.note(certificate=(weights @ off.unsqueeze(-1)).squeeze(-1))
+        call.note(lse=lse, counts=counts, rate=rate, padded_rate=counts.double().mean(-1) / d, certificate=certificate)
         if self._samples:
-            beta = (x.norm(dim=-1) * valid).sum(-1) / tokens
-            call.note(bound=self.alpha * beta * size)
+            beta = (v.x.unsqueeze(1).norm(dim=-1) * valid).sum(-1) / tokens
+            call.note(bound=self.alpha * beta * _size(v, counts))
 
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, alpha=0.0)
@@ -195,6 +236,28 @@ class MonteCarlo(Method):
         # Projected tokens are gathered one head at a time; a draw takes ten to twenty numbers of eight bytes.
         room = units * shape.pairs + tokens * shape.value_dim + shape.batch * shape.keys * d + 32 * draws
         return Cost(flops, 4.0 * room, float(shape.keys))
+
+
+def _size(v: Projection, counts: Tensor) -> Tensor:
+    """|W_h|_F (H_kv,)."""
+    return v.weight.unflatten(0, (counts.shape[1], -1)).flatten(1).norm(dim=-1)
+
+
+def _deviation(v: Projection, center: Tensor, counts: Tensor) -> Tensor:
+    """A bound of the root mean square error of each token's value (B, H_kv, n_k).
+
+    |x_j| |W|_F / sqrt(r_j) for a sampled token (Lemma 1), |x_j - c| |W|_F for one that is replaced, 0 for an exact one.
+    """
+    x = v.x.unsqueeze(1)
+    off = (x - center).norm(dim=-1) * counts.clamp_min(1).to(x.dtype).rsqrt() * (counts < x.shape[-1])
+    return off * _size(v, counts).unsqueeze(-1)
+
+
+def _attend(q: Tensor, k: Tensor, values: Tensor, call: Call) -> Tensor:
+    """A times the values of the key-value heads, as exact attention runs it."""
+    exact, values = method("exact"), values.repeat_interleave(call.groups, dim=1)
+    out = exact.native(q, k, values, call)
+    return exact.fast(q, k, values, call) if out is None else out
 
 
 def _received(weights: Tensor, heads: int, call: Call) -> tuple[Tensor, Tensor]:

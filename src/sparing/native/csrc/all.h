@@ -26,6 +26,9 @@ namespace sparing::SPARING_ISA {
 #include "feature_maps.h"
 #include "feature_sums.h"
 #include "feature_grads.h"
+#include "received.h"
+#include "philox_lanes.h"
+#include "projection.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
@@ -35,6 +38,8 @@ constexpr KernelsOf<T> kernels_of() {
       .inverse = inverse_kernels<T>(),
       .lsh = {round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>, lsh_forward<T>,
               lsh_backward<T>},
+      .projection = projection_kernels<T>(),
+      .received = received_kernels<T>(),
       .segments = segment_kernels<T>(),
       .signs = sign_kernels<T>(),
       .top_keys = top_keys_kernels<T>(),

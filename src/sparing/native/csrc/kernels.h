@@ -6,6 +6,7 @@
 #include "features_call.h"
 #include "inverse_call.h"
 #include "lsh_call.h"
+#include "projection_call.h"
 #include "segments_call.h"
 #include "signs_call.h"
 #include "top_keys_call.h"
@@ -20,6 +21,8 @@ struct KernelsOf {
   FeatureKernels<T> features;
   InverseKernels<T> inverse;
   LshKernels<T> lsh;
+  ProjectionKernels<T> projection;
+  ReceivedKernels<T> received;
   SegmentKernels<T> segments;
   SignKernels<T> signs;
   TopKeysKernels<T> top_keys;

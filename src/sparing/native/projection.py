@@ -1,0 +1,65 @@
+"""Sampled projections of values, and the attention that decides how many samples each token gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.native.library import schemas
+from sparing.native.tensors import adjacent
+
+schemas.define(
+    "received(Tensor q, Tensor k, Tensor? keep, Tensor? counted, float scale) -> (Tensor largest, Tensor lse)"
+)
+schemas.define(
+    "sampled_projection(Tensor x, Tensor weight, Tensor? bias, Tensor counts, Tensor ranks, Tensor streams, int seed,"
+    " int purpose, bool shared, bool stratified) -> Tensor"
+)
+
+
+def received(q: Tensor, k: Tensor, keep: Tensor | None, counted: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """(the largest softmax weight that any query gives to each key (B, H, n_k), log-sum-exp (B, H, n_q)).
+
+    keep: (B, n_k), False for padded keys, which receive nothing. counted: (B, n_q), False for queries whose weights do
+    not count. There is no gradient.
+    """
+    q, k = adjacent(q), adjacent(k)
+    keep, counted = (None if mask is None else mask.contiguous() for mask in (keep, counted))
+    return torch.ops.sparing.received(q, k, keep, counted, scale)
+
+
+@torch.library.register_fake("sparing::received", lib=schemas)
+def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(k.shape[:3]), q.new_empty(q.shape[:3])
+
+
+def sampled_projection(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counts: Tensor,
+    ranks: Tensor,
+    streams: Tensor,
+    seed: int,
+    purpose: int,
+    shared: bool,
+    stratified: bool,
+) -> Tensor:
+    """x W + b of every head (B, H, n, e), from `counts` sampled features of each token; exact where these are all.
+
+    x (B, n, d), weight (H e, d) and bias (H e) as in `nn.Linear`; counts and ranks (B, H, n), streams (H,). The samples
+    are those of `maths.sampling.draw_features`. There is no gradient.
+    """
+    x, weight, counts, ranks, streams = (t.contiguous() for t in (x, weight, counts, ranks, streams))
+    bias = None if bias is None else bias.contiguous()
+    seed = seed - 2**64 if seed >= 2**63 else seed  # the same bits
+    return torch.ops.sparing.sampled_projection(
+        x, weight, bias, counts, ranks, streams, seed, purpose, shared, stratified
+    )
+
+
+@torch.library.register_fake("sparing::sampled_projection", lib=schemas)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(*counts.shape, weight.shape[0] // counts.shape[1])
