@@ -13,6 +13,10 @@
 #include <optional>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "kernels.h"
 
 namespace sparing {
@@ -84,8 +88,7 @@ inline Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
 // Working memory of one thread, aligned to cache lines.
 class Scratch {
  public:
-  explicit Scratch(int64_t bytes)
-      : memory_(static_cast<char*>(std::aligned_alloc(64, (static_cast<size_t>(bytes) + 127) / 64 * 64)), std::free) {}
+  explicit Scratch(int64_t bytes) : memory_(allocate(static_cast<size_t>(bytes)), std::free) {}
   explicit operator bool() const { return memory_ != nullptr; }
   template <class T>
   T* as() const {
@@ -93,6 +96,17 @@ class Scratch {
   }
 
  private:
+  // Random access to many megabytes spends its time in page tables, unless pages are large.
+  static char* allocate(size_t bytes) {
+    constexpr size_t kPage = size_t(2) << 20;
+    const size_t unit = bytes >= 4 * kPage ? kPage : 64, size = (bytes + 64 + unit - 1) / unit * unit;
+    char* memory = static_cast<char*>(std::aligned_alloc(unit, size));
+#if defined(__linux__)
+    if (memory && unit == kPage) madvise(memory, size, MADV_HUGEPAGE);  // a hint; where it fails nothing is lost
+#endif
+    return memory;
+  }
+
   std::unique_ptr<char, void (*)(void*)> memory_;
 };
 

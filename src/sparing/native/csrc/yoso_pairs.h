@@ -32,6 +32,13 @@ struct Buckets {
   }
 };
 
+// The tokens that one of mine meets pair by pair, each once, and in how many hashes.
+struct Partners {
+  int32_t* list;    // [theirs + 1]
+  uint8_t* hashes;  // [theirs]
+  int64_t count;
+};
+
 template <class T>
 struct PairWork {
   int64_t deep, wide;  // padded entries of a vector and of a left
@@ -41,9 +48,10 @@ struct PairWork {
   T* sums;             // [kDeep][deep]
   T* products;         // [width][deep] sum of outer products
   T* weights;          // [theirs]
-  int32_t *list, *order, *firsts;        // [theirs], [hashes][theirs], [hashes][2^bits + 1]
-  int32_t *mine_order, *mine_first;      // [mine], [2^bits + 1]
-  uint8_t* marks;                        // [theirs]
+  Partners partners[2];              // of the token at work and of the next one
+  int32_t *order, *firsts;           // [hashes][theirs], [hashes][2^bits + 1]
+  int32_t *mine_order, *mine_first;  // [mine], [2^bits + 1]
+  uint8_t* marks;                    // [theirs], zero between two tokens
 
   // Returns how many entries of T everything needs.
   int64_t lay_out(const PairSums<T>& call, T* memory) {
@@ -61,7 +69,7 @@ struct PairWork {
     take(sums, kDeep * deep);
     take(products, call.width * deep);
     take(weights, theirs);
-    take(list, theirs + 1);
+    for (Partners& some : partners) take(some.list, theirs + 1), take(some.hashes, theirs);
     take(order, call.hashes * theirs);
     take(firsts, call.hashes * buckets);
     take(mine_order, call.mine.tokens);
@@ -75,12 +83,12 @@ struct PairWork {
 template <class T>
 struct Pairs {
   const PairSums<T>& call;
-  const PairWork<T>& work;
+  PairWork<T>& work;
   int64_t item, head, unit, mine_count, theirs_count, buckets;
   const int32_t *mine_places, *their_places;
   int bits;
 
-  Pairs(const PairSums<T>& call, const PairWork<T>& work, int64_t unit) : call(call), work(work), unit(unit) {
+  Pairs(const PairSums<T>& call, PairWork<T>& work, int64_t unit) : call(call), work(work), unit(unit) {
     item = unit / call.heads, head = unit % call.heads;
     mine_count = call.mine.counts[item], theirs_count = call.theirs.counts[item];
     mine_places = call.mine.places + item * call.mine.tokens;
@@ -229,29 +237,43 @@ struct Pairs {
     }
   }
 
-  // Lists the tokens that i meets pair by pair, each once, and counts its hashes in marks; returns how many.
-  int64_t find(int64_t i) const {
+  // Which of the sorted tokens i meets pair by pair.
+  SPARING_INLINE void range(const Buckets& theirs, int64_t code, int32_t place, int32_t* from, int32_t* to) const {
+    int32_t begin = theirs.begin(code), end = theirs.end(code);
+    if (call.order == Order::all) {
+      if (theirs.full(code)) end = begin;
+    } else if (call.order == Order::past) {
+      end = begin + before(theirs.order, begin, end, place + 1);
+      if (!call.exact) begin += (end - begin) / kTile * kTile;
+    } else {
+      const int32_t hidden = before(theirs.order, begin, end, place);
+      const int32_t stop = begin + (hidden / kTile + 1) * kTile;
+      begin += hidden;
+      if (!call.exact) end = stop < end ? stop : end;
+    }
+    *from = begin, *to = end;
+  }
+
+  // Finds the partners of the i-th. Tables and rows lie far apart: they are fetched some tokens ahead.
+  void find(int64_t i, Partners* to) const {
+    constexpr int64_t far = 6, near = 3;
+    const int64_t ahead = i + far < mine_count ? i + far : mine_count - 1;
+    const int64_t next = i + near < mine_count ? i + near : mine_count - 1;
+    for (int64_t hash = 0; hash < call.hashes; ++hash) {
+      const Buckets theirs = bucket(hash);
+      const uint16_t* codes = mine_codes(hash);
+      __builtin_prefetch(theirs.first + codes[ahead]);
+      __builtin_prefetch(theirs.order + theirs.begin(codes[next]));
+    }
     int64_t found = 0;
-    const int32_t place = mine_places[i];
     const int64_t bytes = (work.wide + work.deep) * int64_t(sizeof(T));
     for (int64_t hash = 0; hash < call.hashes; ++hash) {
       const Buckets theirs = bucket(hash);
-      const int64_t code = mine_codes(hash)[i];
-      int32_t begin = theirs.begin(code), end = theirs.end(code);
-      if (call.order == Order::all) {
-        if (theirs.full(code)) continue;
-      } else if (call.order == Order::past) {
-        end = begin + before(theirs.order, begin, end, place + 1);
-        if (!call.exact) begin += (end - begin) / kTile * kTile;
-      } else {
-        const int32_t hidden = before(theirs.order, begin, end, place);
-        const int32_t stop = begin + (hidden / kTile + 1) * kTile;
-        begin += hidden;
-        if (!call.exact) end = stop < end ? stop : end;
-      }
+      int32_t begin, end;
+      range(theirs, mine_codes(hash)[i], mine_places[i], &begin, &end);
       for (; begin < end; ++begin) {
         const int32_t j = theirs.order[begin];
-        work.list[found] = j;
+        to->list[found] = j;
         if (!work.marks[j]++) {
           ++found;
           const char* at = reinterpret_cast<const char*>(row(j));
@@ -259,7 +281,11 @@ struct Pairs {
         }
       }
     }
-    return found;
+    for (int64_t t = 0; t < found; ++t) {
+      uint8_t& mark = work.marks[to->list[t]];
+      to->hashes[t] = mark, mark = 0;
+    }
+    to->count = found;
   }
 
   // weights[t] = left . left of the t-th token of the list, for M of them
@@ -275,12 +301,12 @@ struct Pairs {
     for (int m = 0; m < M; ++m) weights[m] = folded<T>(sums[m]);
   }
 
-  // sums[k ...] = sum over the list of weight * vector, for M vectors of entries
+  // sums[k ...] = sum over the partners of weight * vector, for M vectors of entries
   template <int M>
-  SPARING_INLINE void weigh(int64_t found, int64_t k) const {
+  SPARING_INLINE void weigh(const Partners& with, int64_t k) const {
     Vec<T> sums[M] = {};
-    for (int64_t t = 0; t < found; ++t) {
-      const T* point = row(work.list[t]) + work.wide + k;
+    for (int64_t t = 0; t < with.count; ++t) {
+      const T* point = row(with.list[t]) + work.wide + k;
       const Vec<T> weight = all(work.weights[t]);
       for (int m = 0; m < M; ++m) sums[m] += weight * load<T>(point + m * lanes<T>);
     }
@@ -294,30 +320,25 @@ struct Pairs {
     return 1.0 / ((pi - __builtin_acos(x)) * __builtin_sqrt(1.0 - x * x));
   }
 
-  void visit(int64_t i) const {
-    const int64_t found = find(i);
-    if (!found) return;
+  void visit(int64_t i, const Partners& with) const {
+    if (!with.count) return;
     const T* left = call.mine_left.at(item, head, mine_places[i]);
     for (int64_t e = 0; e < call.width; ++e) work.left[e] = left[e];
-    in_tiles<4>(found, [&]<int M>(int64_t t) {
-      dot_rows<M>(work.left, 0, work.wide, work.list + t, work.weights + t);
+    in_tiles<4>(with.count, [&]<int M>(int64_t t) {
+      dot_rows<M>(work.left, 0, work.wide, with.list + t, work.weights + t);
     });
     if (call.exact) {
       const T* point = call.mine_point.at(item, head, mine_places[i]);
       const Shrink unit_of = to_unit(point, call.depth, kNoDirection);
       for (int64_t k = 0; k < call.depth; ++k) work.point[k] = T(unit_of(double(point[k])));
-      for (int64_t t = 0; t < found; ++t) {
+      for (int64_t t = 0; t < with.count; ++t) {
         T x;
-        dot_rows<1>(work.point, work.wide, work.deep, work.list + t, &x);
+        dot_rows<1>(work.point, work.wide, work.deep, with.list + t, &x);
         work.weights[t] *= T(steepness(double(x)));
       }
     }
-    for (int64_t t = 0; t < found; ++t) {
-      uint8_t& hashes = work.marks[work.list[t]];
-      work.weights[t] *= T(hashes);
-      hashes = 0;
-    }
-    in_tiles<8>(work.deep / lanes<T>, [&]<int M>(int64_t part) { weigh<M>(found, part * lanes<T>); });
+    for (int64_t t = 0; t < with.count; ++t) work.weights[t] *= T(with.hashes[t]);
+    in_tiles<8>(work.deep / lanes<T>, [&]<int M>(int64_t part) { weigh<M>(with, part * lanes<T>); });
     T* to = out(i);
     for (int64_t k = 0; k < call.depth; ++k) to[k] += work.sums[k];
   }
@@ -334,7 +355,11 @@ struct Pairs {
       if (sort(hash))
         for (int64_t c = 0; c < buckets; ++c)
           if (bucket(hash).full(c)) full_bucket(bucket(hash), c);
-    for (int64_t i = 0; i < mine_count; ++i) visit(i);
+    if (mine_count) find(0, &work.partners[0]);
+    for (int64_t i = 0; i < mine_count; ++i) {
+      if (i + 1 < mine_count) find(i + 1, &work.partners[(i + 1) % 2]);
+      visit(i, work.partners[i % 2]);
+    }
     if (call.last)  // from the unit vectors to those that were given
       for (int64_t i = 0; i < mine_count; ++i)
         unit_row_backward(call.mine_point.at(item, head, mine_places[i]), out(i), call.depth, kNoDirection,
