@@ -1,6 +1,6 @@
 // Softmax over the keys that hash rounds show (lsh in Python).
 
-inline constexpr int64_t kLshBlock = 256;  // queries of a task
+inline constexpr int64_t kLshBlock = 512;  // queries of a task
 
 // Copies of the keys that neighbouring strips look at in one round: sorted keys lie anywhere in memory, and a page of
 // memory has to be found for each.
@@ -18,8 +18,10 @@ struct LshStrip {
   int64_t count;           // queries
   int64_t low, high;       // places that some query sees
   const int32_t* query;    // [count]
+  int32_t first[kStrip<T> / kMixed], last[kStrip<T> / kMixed];  // the keys that some of kMixed neighbours see
   Int<T>*from, *length;    // [rounds][kStrip] arcs of the queries in this round and in earlier ones
   T *queries, *scores;     // [depth][kStrip], [span][kStrip]
+  T top[kStrip<T>];        // the largest score
   T* sums;                 // [kStrip][padded width], forward only
   T *grads, *slopes;       // [width][kStrip], [span][kStrip], backward only
   T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], backward only
@@ -106,6 +108,15 @@ void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int6
       strip.from[e * kStrip<T> + r] = there ? arcs[e].from[strip.query[r]] : 0;
       strip.length[e * kStrip<T> + r] = there ? arcs[e].length[strip.query[r]] : 0;
     }
+  for (int64_t r = 0; r < kStrip<T>; ++r) {
+    const int32_t begin = int32_t(strip.from[round * kStrip<T> + r] - strip.low);
+    const int32_t end = begin + int32_t(strip.length[round * kStrip<T> + r]);
+    int32_t &first = strip.first[r / kMixed], &last = strip.last[r / kMixed];
+    if (r % kMixed == 0) first = last = 0;
+    if (begin == end) continue;
+    first = first == last || begin < first ? begin : first;
+    last = end > last ? end : last;
+  }
   const T* rows[kStrip<T>];
   for (int64_t r = 0; r < strip.count; ++r) rows[r] = call.q.at(item, head, strip.query[r]);
   strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
@@ -156,35 +167,42 @@ LaneArcs<T> lane_arcs(const LshStrip<T>& strip, int64_t round, int r) {
   return {load<Int<T>>(strip.from + round * kStrip<T> + r), load<Int<T>>(strip.length + round * kStrip<T> + r)};
 }
 
-// Sets the scores of lanes from r on to -inf where one of N earlier rounds, from `first` on, shows the key.
+// Sets the scores of lanes from r on to -inf where a query does not look at the key in this round, or did so in one of N
+// rounds from `first` on. Returns the largest scores.
 template <class T, int N>
-void hide_shown(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t first, int64_t valid, int r) {
-  LaneArcs<T> arcs[N];
-  for (int e = 0; e < N; ++e) arcs[e] = lane_arcs(strip, first + e, r);
+Vec<T> mask_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t round, int64_t first,
+                   int64_t valid, int r) {
+  const LaneArcs<T> now = lane_arcs(strip, round, r);
+  LaneArcs<T> earlier[N + 1];
+  for (int e = 0; e < N; ++e) earlier[e] = lane_arcs(strip, first + e, r);
   const int32_t* place = window.place + first * call.window + (strip.low - window.low);
+  Vec<T> top = all(kNever<T>);
   for (int64_t c = 0; c < strip.high - strip.low; ++c) {
-    IntVec<T> shown{};
-    for (int e = 0; e < N; ++e) shown |= arcs[e].hold(Int<T>(place[e * call.window + c]));
+    IntVec<T> seen = now.hold(Int<T>(strip.low + c));
+    for (int e = 0; e < N; ++e) seen &= ~earlier[e].hold(Int<T>(place[e * call.window + c]));
     if (call.wraps)
-      for (int e = 0; e < N; ++e) shown |= arcs[e].hold(Int<T>(place[e * call.window + c] - valid));
+      for (int e = 0; e < N; ++e) seen &= ~earlier[e].hold(Int<T>(place[e * call.window + c] - valid));
     T* at = strip.scores + c * kStrip<T> + r;
-    store<T>(at, shown ? all(kNever<T>) : load<T>(at));
+    const Vec<T> score = seen ? load<T>(at) : all(kNever<T>);
+    top = larger<T>(top, score);
+    store<T>(at, score);
   }
+  return top;
 }
 
 // Scores of all keys, -inf where a query does not see the key, or saw it in an earlier round and each counts once.
 template <class T>
 void strip_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t unit, int64_t round) {
-  const int64_t deep = padded<T>(call.depth), keys = strip.high - strip.low, valid = call.counts[unit / call.heads];
-  strip_dots<T>(window.keys + (strip.low - window.low) * deep, deep, keys, call.depth, strip.queries, strip.scores);
+  const int64_t deep = padded<T>(call.depth), valid = call.counts[unit / call.heads];
+  strip_dots<T>(window.keys + (strip.low - window.low) * deep, deep, strip.high - strip.low, call.depth, strip.queries,
+                strip.scores);
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
-    const LaneArcs<T> now = lane_arcs(strip, round, r);
-    for (int64_t c = 0; c < keys; ++c) {
-      T* at = strip.scores + c * kStrip<T> + r;
-      store<T>(at, now.hold(Int<T>(strip.low + c)) ? load<T>(at) : all(kNever<T>));
-    }
-    if (call.once)
-      in_tiles<3>(round, [&]<int N>(int64_t e) { hide_shown<T, N>(strip, window, call, e, valid, r); });
+    Vec<T> top;
+    if (call.once && round > 0)
+      in_tiles<3>(round, [&]<int N>(int64_t e) { top = mask_scores<T, N>(strip, window, call, round, e, valid, r); });
+    else
+      top = mask_scores<T, 0>(strip, window, call, round, 0, valid, r);
+    store<T>(strip.top + r, top);
   }
 }
 
@@ -200,8 +218,8 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   }
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
     const Vec<T> before = load<T>(top + r);
-    Vec<T> highest = before, sum{};
-    for (int64_t c = 0; c < keys; ++c) highest = larger<T>(highest, load<T>(strip.scores + c * kStrip<T> + r));
+    const Vec<T> highest = larger<T>(before, load<T>(strip.top + r));
+    Vec<T> sum{};
     const Vec<T> shift = highest == kNever<T> ? Vec<T>{} : highest;
     for (int64_t c = 0; c < keys; ++c) {
       T* at = strip.scores + c * kStrip<T> + r;
@@ -219,7 +237,8 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
     const int64_t query = unit * call.queries + (begun ? strip.query[r] : 0);
     copy_row<T>(call.out + query * call.width, begun ? call.width : 0, wide, strip.sums + r * wide, factor[r]);
   }
-  mix_to_lanes<T>(strip.scores, window.values + (strip.low - window.low) * wide, keys, wide, strip.sums);
+  mix_to_lanes<T>(strip.scores, window.values + (strip.low - window.low) * wide, strip.first, strip.last, keys, wide,
+                  strip.sums);
   for (int64_t r = 0; r < strip.count; ++r) {
     const int64_t query = unit * call.queries + strip.query[r];
     copy_row<T>(strip.sums + r * wide, call.width, call.width, call.out + query * call.width);
@@ -323,7 +342,7 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
       store<T>(slope, weight * (load<T>(slope) - minus) * call.scale);
     }
   }
-  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, keys, deep, strip.query_grads);
+  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, keys, deep, strip.query_grads);
   mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep);
   mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide);
   for (int64_t r = 0; r < strip.count; ++r)

@@ -13,7 +13,7 @@ struct RotationHash {
   const double* rotations;  // [heads][rows][rounds][depth]
   const int64_t* used;      // [items] how many of the rows an item uses
   int64_t items, heads, tokens, depth, rows, rounds;
-  int32_t* rounded;  // [heads][rounds][rows][pairs], the rotations in 16 bits, a pair in each number
+  int32_t* rounded;  // [heads][rounds][rounded_size] the rotations in 16 bits, a pair in each number
   double* slack;     // [heads][rounds], the largest norm of a row's rounding error
   int32_t* out;      // [rounds][items][heads][tokens]
 };
@@ -51,6 +51,7 @@ struct Lsh {
 
 template <class T>
 struct LshKernels {
+  int64_t (*rounded_size)(const RotationHash<T>&);
   // Rounds the rotations of tasks `begin` to `end`: [heads][rounds].
   void (*round_rotations)(const RotationHash<T>&, int64_t begin, int64_t end);
   int64_t (*hash_scratch)(const RotationHash<T>&);  // in entries of int32

@@ -21,20 +21,19 @@ SPARING_INLINE Vec<int32_t> pair_products(Vec<int32_t> a, Vec<int32_t> b) {
 #endif
 }
 
-// out[i][lane] = rows[i] . columns[.][lane] for i < M
-template <int M>
+// out[i][lane] = rows[.][i] . columns[.][lane] for i < kDeep
 SPARING_INLINE void pair_tile(const int32_t* rows, int64_t pairs, const int32_t* columns, int32_t* out) {
   constexpr int kLanes = lanes<int32_t>;
-  Vec<int32_t> sums[M][kWide] = {};
+  Vec<int32_t> sums[kDeep][kWide] = {};
   for (int64_t k = 0; k < pairs; ++k) {
     Vec<int32_t> column[kWide];
     for (int j = 0; j < kWide; ++j) column[j] = load<int32_t>(columns + k * kHashed + j * kLanes);
-    for (int i = 0; i < M; ++i) {
-      const Vec<int32_t> x = all(rows[i * pairs + k]);
+    for (int i = 0; i < kDeep; ++i) {
+      const Vec<int32_t> x = all(rows[k * kDeep + i]);
       for (int j = 0; j < kWide; ++j) sums[i][j] += pair_products(x, column[j]);
     }
   }
-  for (int i = 0; i < M; ++i)
+  for (int i = 0; i < kDeep; ++i)
     for (int j = 0; j < kWide; ++j) store<int32_t>(out + i * kHashed + j * kLanes, sums[i][j]);
 }
 
@@ -43,6 +42,16 @@ SPARING_INLINE int32_t pair_of(int32_t low, int32_t high) { return (low & 0xffff
 template <class T>
 int64_t hash_pairs(const RotationHash<T>& call) {
   return (call.depth + 1) / 2;
+}
+
+template <class T>
+int64_t hash_tiles(const RotationHash<T>& call) {  // of kDeep rows, the last filled up
+  return (call.rows + kDeep - 1) / kDeep;
+}
+
+template <class T>
+int64_t rounded_size(const RotationHash<T>& call) {
+  return hash_tiles(call) * kDeep * hash_pairs(call);
 }
 
 template <class T>
@@ -62,8 +71,10 @@ void round_rotations(const RotationHash<T>& call, int64_t begin, int64_t end) {
     longest = __builtin_sqrt(longest);
     const double scale = longest > 0.0 ? kRoundedNorm / longest : 0.0;
     double worst = 0.0;
+    int32_t* table = call.rounded + task * rounded_size(call);
+    for (int64_t i = 0; i < rounded_size(call); ++i) table[i] = 0;
     for (int64_t i = 0; i < call.rows; ++i) {
-      int32_t* to = call.rounded + (task * call.rows + i) * pairs;
+      int32_t* to = table + i / kDeep * kDeep * pairs + i % kDeep;
       double square = 0.0;
       const auto rounded = [&](int64_t k) {
         if (k >= call.depth) return 0;
@@ -74,7 +85,7 @@ void round_rotations(const RotationHash<T>& call, int64_t begin, int64_t end) {
       };
       for (int64_t p = 0; p < pairs; ++p) {
         const int32_t low = rounded(2 * p), high = rounded(2 * p + 1);
-        to[p] = pair_of(low, high);
+        to[p * kDeep] = pair_of(low, high);
       }
       worst = square > worst ? square : worst;
     }
@@ -132,7 +143,7 @@ int64_t hash_buffer(const RotationHash<T>& call) {  // for round_token, in int32
 
 template <class T>
 int64_t hash_scratch(const RotationHash<T>& call) {
-  const int64_t columns = hash_pairs(call) * kHashBlock, products = call.rows * kHashed;
+  const int64_t columns = hash_pairs(call) * kHashBlock, products = hash_tiles(call) * kDeep * kHashed;
   return columns + products + hash_buffer(call);
 }
 
@@ -146,36 +157,35 @@ SPARING_INLINE void find_buckets(const RotationHash<T>& call, const int32_t* pro
   const auto row = [&](int64_t i) {
     return call.rotations + ((head * call.rows + i) * call.rounds + round) * call.depth;
   };
-  int32_t best[kHashed], first[kHashed], second[kHashed];
+  int32_t best[kHashed], apart[kHashed], needed[kHashed];
   for (int j = 0; j < kWide; ++j) {
-    Vec<int32_t> top = all(int32_t(-1)), next = top, at{};
-    for (int64_t i = 0; i < rows; ++i) {
+    Vec<int32_t> top = all(int32_t(-1)), next = top, at{}, now{};
+    for (int64_t i = 0; i < rows; ++i, now += 1) {
       const Vec<int32_t> product = load<int32_t>(products + i * kHashed + j * kLanes);
-      const Vec<int32_t> size = larger<int32_t>(product, -product);
-      const Vec<int32_t> less = size < top ? size : top;
-      next = larger<int32_t>(next, less);
-      at = size > top ? all(int32_t(i)) : at;
+      const Vec<int32_t> size = product < 0 ? -product : product;
+      next = larger<int32_t>(next, size < top ? size : top);
+      at = size > top ? now : at;
       top = larger<int32_t>(top, size);
     }
-    store<int32_t>(first + j * kLanes, top);
-    store<int32_t>(second + j * kLanes, next);
+    store<int32_t>(apart + j * kLanes, top - next);
     store<int32_t>(best + j * kLanes, at);
   }
+  // |x.r - x'.r'| <= |x - x'| |r| + |x'| |r - r'|; the norm of x' is that of x, which float32 knows to 0.001, and more.
+  // Two products may move towards each other.
+  for (int64_t r = 0; r < count; ++r)
+    needed[r] = int32_t(2.0 * (errors[r] * kRoundedNorm + (1.001 * kRoundedNorm + errors[r]) * slack + 1.0));
   for (int64_t r = 0; r < count; ++r) {
-    const T* x = tokens[r];
-    // |x.r - x'.r'| <= |x - x'| |r| + |x'| |r - r'|; the norm of x' is that of x, which float32 knows to 0.001, and more.
-    const double moved = errors[r] * kRoundedNorm + (1.001 * kRoundedNorm + errors[r]) * slack + 1.0;
     const bool known = errors[r] >= 0.0;
-    if (known && double(first[r]) - double(second[r]) > 2.0 * moved) {
+    if (known && apart[r] > needed[r]) {
       out[r] = best[r] + (products[best[r] * kHashed + r] > 0 ? int32_t(rows) : 0);
       continue;
     }
-    const double limit = known ? double(first[r]) - 2.0 * moved : -1.0;
+    const auto size = [&](int64_t i) { return __builtin_abs(products[i * kHashed + r]); };
+    const int32_t limit = known ? size(best[r]) - needed[r] : -1;
     double top = -1.0, along = 0.0;
     for (int64_t i = 0; i < rows; ++i) {
-      const double size = __builtin_fabs(double(products[i * kHashed + r]));
-      if (size < limit) continue;
-      const double product = exact_product(x, row(i), call.depth);
+      if (size(i) < limit) continue;
+      const double product = exact_product(tokens[r], row(i), call.depth);
       if (__builtin_fabs(product) > top) top = __builtin_fabs(product), along = product, out[r] = int32_t(i);
     }
     if (top < 0.0) out[r] = 0;
@@ -203,16 +213,15 @@ void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scra
     }
     for (int64_t round = 0; round < call.rounds; ++round) {
       int32_t* out = call.out + (round * call.items * call.heads + unit) * call.tokens + start;
-      const int32_t* rotated = call.rounded + (head * call.rounds + round) * call.rows * pairs;
+      const int32_t* rotated = call.rounded + (head * call.rounds + round) * rounded_size(call);
       for (int64_t first = 0; first < count; first += kHashed) {
         const int64_t some = count - first < kHashed ? count - first : kHashed;
         if (!rows) {  // everything is one bucket
           for (int64_t r = 0; r < some; ++r) out[first + r] = 0;
           continue;
         }
-        in_tiles<kDeep>(rows, [&]<int M>(int64_t i) {
-          pair_tile<M>(rotated + i * pairs, pairs, columns + first * pairs, products + i * kHashed);
-        });
+        for (int64_t i = 0; i < rows; i += kDeep)
+          pair_tile(rotated + i * pairs, pairs, columns + first * pairs, products + i * kHashed);
         find_buckets(call, products, rows, head, round, tokens + first, errors + first, some, out + first);
       }
     }

@@ -23,11 +23,11 @@ Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
     Tensor out = fresh(x, {call.rounds, call.items, call.heads, call.tokens}, ScalarType::Int);
     call.out = out.mutable_data_ptr<int32_t>();
     const int64_t tables = call.heads * call.rounds;
-    Tensor rounded = fresh(x, {tables, call.rows, (call.depth + 1) / 2}, ScalarType::Int);
+    const LshKernels<T>& use = kernels().of<T>().lsh;
+    Tensor rounded = fresh(x, {tables, use.rounded_size(call)}, ScalarType::Int);
     Tensor slack = fresh(x, {tables}, ScalarType::Double);
     call.rounded = rounded.mutable_data_ptr<int32_t>();
     call.slack = slack.mutable_data_ptr<double>();
-    const LshKernels<T>& use = kernels().of<T>().lsh;
     in_parallel<int32_t>(tables, 1, 0,
                          [&](int64_t begin, int64_t end, int32_t*) { use.round_rotations(call, begin, end); });
     in_parallel<int32_t>(use.hash_tasks(call), 1, use.hash_scratch(call),
@@ -115,7 +115,7 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   all.chunk = chunk < call.keys ? chunk : (call.keys ? call.keys : 1);  // more changes nothing
   const auto at_most_all = [&](int64_t places) { return places < call.keys ? places : call.keys; };
   call.span = at_most_all(3 * all.chunk);
-  call.window = at_most_all(2 * all.chunk + (all.chunk > 256 ? all.chunk : 256));
+  call.window = at_most_all(2 * all.chunk + (all.chunk > 512 ? all.chunk : 512));
   call.once = once;
   call.wraps = all.rule == Rule::rank;
   call.itself = call.queries == call.keys;

@@ -52,13 +52,19 @@ SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, co
   }
 }
 
-// to[lane] += sum_c weights[c][lane] from[c] for c < count
+// to[lane] += sum_c weights[c][lane] from[c] for c < count; lanes from i on are zero outside first[i / kMixed] to
+// last[i / kMixed]
 template <class T>
-void mix_to_lanes(const T* weights, const T* from, int64_t count, int64_t stride, T* to) {
+void mix_to_lanes(const T* weights, const T* from, const int32_t* first, const int32_t* last, int64_t count,
+                  int64_t stride, T* to) {
   for (int64_t c = 0; c < count; c += kKeys)  // few enough to stay in the cache
-    for (int i = 0; i < kStrip<T>; i += kMixed)
-      mix_tile<T, kMixed>(weights + c * kStrip<T> + i, 1, kStrip<T>, from + c * stride,
-                          count - c < kKeys ? count - c : kKeys, stride, to + i * stride);
+    for (int i = 0; i < kStrip<T>; i += kMixed) {
+      const int64_t begin = first[i / kMixed] > c ? first[i / kMixed] : c;
+      const int64_t end = last[i / kMixed] < c + kKeys ? last[i / kMixed] : c + kKeys;
+      if (begin < end)
+        mix_tile<T, kMixed>(weights + begin * kStrip<T> + i, 1, kStrip<T>, from + begin * stride, end - begin, stride,
+                            to + i * stride);
+    }
 }
 
 // to[c] += sum_lane weights[c][lane] from[lane] for c < count
