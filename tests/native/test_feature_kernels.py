@@ -5,6 +5,7 @@ import torch
 
 import sparing
 from sparing import native
+from sparing.native.causal_features import feature_causal
 from sparing.native.features import Map, feature_mix, feature_sums
 
 from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
@@ -112,12 +113,20 @@ SPECS = [
 
 @every_instruction_set
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("n_q", "n_k", "d", "e"), [(1, 1, 1, 1), (17, 40, 20, 3), (200, 63, 80, 33), (130, 130, 64, 64)]
 )
-def test_methods_are_no_worse_than_plain_float32(isa, n_q, n_k, d, e, masked, spec):
-    options = {"method": spec, "seed": 1, "attn_mask": keep_of(n_k)[:, None, None] if masked else None}
+def test_methods_are_no_worse_than_plain_float32(isa, n_q, n_k, d, e, masked, causal, spec):
+    if causal and spec.startswith("skyformer"):
+        pytest.skip("has no causal form")
+    options = {
+        "method": spec,
+        "seed": 1,
+        "is_causal": causal,
+        "attn_mask": keep_of(n_k)[:, None, None] if masked else None,
+    }
     tensors = [x[:, :, :n] for x, n in zip(inputs(200, d, e), (n_q, n_k, n_k), strict=True)]
 
     def by(impl):
@@ -143,6 +152,21 @@ def test_no_size_of_the_inputs_overflows_or_vanishes(spec, size):
         assert all(x.isfinite().all() for x in found)
 
 
+@every_instruction_set
+@pytest.mark.parametrize("spec", ["random_features(features=20)", "kernel(kind=elu)"])
+def test_causal_rows_survive_keys_that_outgrow_all_earlier_ones(isa, spec):
+    """The state is divided by ever larger factors, and the gradients come back through them."""
+    q, k, v = inputs(200, 8, 4, size=0.3)
+    growth = torch.linspace(-8.0, 8.0, 200)[:, None]
+    k = k + growth if spec.startswith("kernel") else k * growth.exp().clamp_max(30.0)
+
+    def by(impl):
+        return lambda q, k, v: sparing.attention(q, k, v, method=spec, is_causal=True, seed=0, impl=impl)
+
+    with native.instruction_set(isa):
+        no_worse(by("native"), by("reference"), (q, k, v), what=f"{isa}, {spec}")
+
+
 def test_rows_without_weight_average_the_values():
     q = torch.tensor([[0.0, -300.0]]).view(1, 1, 1, 2)
     k = torch.tensor([[-300.0, 0.0], [-300.0, 0.0]]).view(1, 1, 2, 2)
@@ -166,13 +190,22 @@ def test_reads_any_strides():
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("spec", ["skyformer(landmarks=9)", "random_features(features=50)", "kernel(kind=elu)"])
-def test_thread_counts_change_nothing(spec):
+@pytest.mark.parametrize(
+    ("spec", "causal"),
+    [
+        ("skyformer(landmarks=9)", False),
+        ("random_features(features=50)", False),
+        ("random_features(features=50)", True),
+        ("kernel(kind=elu)", False),
+        ("kernel(kind=elu)", True),
+    ],
+)
+def test_thread_counts_change_nothing(spec, causal):
     """Long enough for several chunks of keys."""
 
     def compute():
         leaves = [x.requires_grad_() for x in inputs(2500, 16, 8, heads=3)]
-        out = sparing.attention(*leaves, method=spec, seed=2, impl="native")
+        out = sparing.attention(*leaves, method=spec, seed=2, is_causal=causal, impl="native")
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
     same_for_any_threads(compute)
@@ -196,6 +229,8 @@ def test_opcheck(needs_grad):
     torch.library.opcheck(torch.ops.sparing.feature_sums, (k, points, v, keep_of(20), 0, -0.1))
     torch.library.opcheck(torch.ops.sparing.feature_sums, (k, None, v, None, 2, 1.0))
     torch.library.opcheck(torch.ops.sparing.feature_mix, (q, points, points, None, 0, -0.1))
+    torch.library.opcheck(torch.ops.sparing.feature_causal, (q, k, v, points, keep_of(20), 1, 0.3, 0.3, True))
+    torch.library.opcheck(torch.ops.sparing.feature_causal, (q, k, v, None, None, 3, 1.0, 1.0, False))
     torch.library.opcheck(torch.ops.sparing.feature_mix, (q, points, points, points[..., 0].contiguous(), 1, 0.3))
 
 
@@ -203,7 +238,8 @@ def test_opcheck(needs_grad):
 def test_compiles_as_one_graph(dynamic):
     def attend(q, k, v, points):
         sums, mass, _ = feature_sums(k, points, v, None, Map.EXPONENTIAL, 0.3)
-        return feature_mix(q, points, sums, mass, Map.EXPONENTIAL, 0.3)[0]
+        late = feature_causal(q, k, v, points, None, Map.EXPONENTIAL, (0.3, 0.3))[0]
+        return feature_mix(q, points, sums, mass, Map.EXPONENTIAL, 0.3)[0] + late
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for n in (40, 41):
@@ -230,11 +266,20 @@ def test_compiles_as_one_graph(dynamic):
         ("feature_mix", {"table": torch.randn(2, 2, 7, 5)}, "table"),
         ("feature_mix", {"mass": torch.randn(2, 2, 7)}, "mass"),
         ("feature_mix", {"mass": torch.randn(2, 2, 6).double()}, "mass"),
+        ("feature_causal", {"k": torch.randn(2, 2, 20, 7)}, "points"),
+        ("feature_causal", {"k": torch.randn(2, 1, 20, 8), "points": None, "map": 2}, "k"),
+        ("feature_causal", {"v": torch.randn(2, 2, 19, 5)}, "v"),
+        ("feature_causal", {"keep": torch.ones(2, 19, dtype=torch.bool)}, "keep"),
+        ("feature_causal", {"map": 0}, "map"),
     ],
 )
 def test_sizes_are_checked_in_the_kernel(op, change, word):
     call = {"x": torch.randn(2, 2, 20, 8), "points": points_of(6, 8), "map": 0, "factor": -0.1}
-    if op == "feature_sums":
+    if op == "feature_causal":
+        q, k, v = inputs(20, 8, 5)
+        factors = {"q_factor": 1.0, "k_factor": 1.0}
+        call = {"q": q, "k": k, "v": v, "points": call["points"], "keep": None, "map": 1, **factors, "divide": True}
+    elif op == "feature_sums":
         call |= {"values": torch.randn(2, 2, 20, 5), "keep": None}
     else:
         call |= {"table": torch.randn(2, 2, 6, 5), "mass": None}

@@ -14,6 +14,7 @@ from sparing.maths import dense
 from sparing.maths.features import elu_features, square_features
 from sparing.maths.linear import feature_weights, linear_flops, linear_sums, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
+from sparing.native.causal_features import feature_causal
 from sparing.native.features import Map, feature_mix, feature_sums
 
 _ROWS = 256  # queries per block of a dense product
@@ -161,12 +162,15 @@ class Kernel(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.kind != "elu" or call.mask is not None:
             return None  # the other kinds, and masks by query, are dense products of torch
-        if call.is_causal:
-            return None
         by_row = self.normalize == "row"
         kind = Map.ELU if by_row else Map.PLAIN_ELU
-        sums, mass, _ = feature_sums(k, None, v, call.keep, kind)
-        out, total = feature_mix(q, None, sums, mass if by_row else None, kind)
+        if call.is_causal:
+            out, total = feature_causal(q, k, v, None, call.keep, kind, divide=by_row)
+        else:
+            sums, mass, _ = feature_sums(k, None, v, call.keep, kind)
+            out, total = feature_mix(q, None, sums, mass if by_row else None, kind)
+        if self.normalize == "none":
+            return out
         if self.normalize == "length":
             return dense.divide_rows(out, plain_sums(v, call, q.shape[-2])[1])
         empty = dense.vanishes(total)

@@ -13,6 +13,7 @@ from sparing.call import Call
 from sparing.maths import dense
 from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, linear_flops, plain_sums
 from sparing.method import Cost, Method, Shape, Supports, knob
+from sparing.native.causal_features import feature_causal
 from sparing.native.features import Map, feature_mix, feature_sums
 
 
@@ -84,14 +85,15 @@ class RandomFeatures(Method):
         self._note_variance(q, k, call)
         return linear_attention(self.log_features(q, k, call), v, call)
 
-    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if call.is_causal:
-            return None
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self._note_variance(q, k, call)
         rows = self.projection(q.shape[-1], call).to(q.dtype).expand(q.shape[0], -1, -1, -1)
         root = math.sqrt(abs(call.scale))
+        signed = math.copysign(root, call.scale)
+        if call.is_causal:
+            return feature_causal(q, k, v, rows, call.keep, Map.EXPONENTIAL, (signed, root))[0]
         sums, mass, _ = feature_sums(k, rows, v, call.keep, Map.EXPONENTIAL, root)
-        return feature_mix(q, rows, sums, mass, Map.EXPONENTIAL, math.copysign(root, call.scale))[0]
+        return feature_mix(q, rows, sums, mass, Map.EXPONENTIAL, signed)[0]
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         f, units = self.features, shape.batch * shape.heads

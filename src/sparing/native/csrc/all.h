@@ -29,6 +29,8 @@ namespace sparing::SPARING_ISA {
 #include "received.h"
 #include "philox_lanes.h"
 #include "projection.h"
+#include "feature_causal.h"
+#include "feature_causal_grads.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {

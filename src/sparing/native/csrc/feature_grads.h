@@ -279,19 +279,3 @@ void feature_merge_grads(const FeatureGrads<T>& call, int64_t begin, int64_t end
                     call.grad_points + unit * f * d);
   }
 }
-
-template <class T>
-constexpr FeatureKernels<T> feature_kernels() {
-  return {
-      .padded_width = padded<T>,
-      .sums_scratch = feature_sums_scratch<T>,
-      .sums = feature_sums<T>,
-      .merge = feature_merge<T>,
-      .mix_scratch = feature_mix_scratch<T>,
-      .mix_tasks = feature_mix_tasks<T>,
-      .mix = feature_mix<T>,
-      .grads_scratch = feature_grads_scratch<T>,
-      .grads = feature_grads<T>,
-      .merge_grads = feature_merge_grads<T>,
-  };
-}

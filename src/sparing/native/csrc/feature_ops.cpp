@@ -156,6 +156,60 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mix_backward(Tensor grad, Tensor x, O
   });
 }
 
+template <class T>
+FeatureCausal<T> describe_causal(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& points,
+                                 const Optional& keep, int64_t map, double q_factor, double k_factor, bool divide) {
+  FeatureCausal<T> call{};
+  call.q = featured<T>("q", q, points, map, q_factor);
+  call.k = featured<T>("k", k, points, map, k_factor);
+  STD_TORCH_CHECK(call.q.map != FeatureMap::gaussian, "map has no causal form");
+  check_sizes("k", k, {call.q.items, call.q.heads, call.k.tokens, call.q.depth});
+  STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
+  call.width = v.size(3);
+  call.values = tokens<T>("v", v, call.q.items, call.q.heads, call.k.tokens, call.width);
+  call.keep = mask("keep", keep, call.q.items, call.k.tokens);
+  call.divide = divide;
+  return call;
+}
+
+std::tuple<Tensor, Tensor> causal(Tensor q, Tensor k, Tensor v, Optional points, Optional keep, int64_t map,
+                                  double q_factor, double k_factor, bool divide) {
+  return with_type("q", q, [&]<class T>() {
+    FeatureCausal<T> call = describe_causal<T>(q, k, v, points, keep, map, q_factor, k_factor, divide);
+    const int64_t b = call.q.items, h = call.q.heads, n = call.q.tokens;
+    Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
+    Tensor total = fresh(q, {b, h, n}, type_of<T>());
+    call.out = out.mutable_data_ptr<T>();
+    call.total = total.mutable_data_ptr<T>();
+    const FeatureKernels<T>& use = kernels().of<T>().features;
+    in_parallel<T>(b * h, 1, use.causal_scratch(call),
+                   [&](int64_t begin, int64_t end, T* scratch) { use.causal(call, begin, end, scratch); });
+    return std::make_tuple(out, total);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> causal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Optional points,
+                                                   Optional keep, Tensor out, Tensor total, int64_t map,
+                                                   double q_factor, double k_factor, bool divide) {
+  return with_type("q", q, [&]<class T>() {
+    FeatureCausal<T> call = describe_causal<T>(q, k, v, points, keep, map, q_factor, k_factor, divide);
+    const int64_t b = call.q.items, h = call.q.heads, n = call.q.tokens, n_k = call.k.tokens, d = call.q.depth;
+    call.grad = tokens<T>("grad", grad, b, h, n, call.width);
+    call.out = const_cast<T*>(packed<T>("out", out, {b, h, n, call.width}));  // only read
+    call.total = const_cast<T*>(packed<T>("total", total, {b, h, n}));        // only read
+    Tensor grad_q = fresh(q, {b, h, n, d}, type_of<T>());
+    Tensor grad_k = fresh(q, {b, h, n_k, d}, type_of<T>());
+    Tensor grad_v = fresh(q, {b, h, n_k, call.width}, type_of<T>());
+    call.grad_q = grad_q.mutable_data_ptr<T>();
+    call.grad_k = grad_k.mutable_data_ptr<T>();
+    call.grad_v = grad_v.mutable_data_ptr<T>();
+    const FeatureKernels<T>& use = kernels().of<T>().features;
+    in_parallel<T>(b * h, 1, use.causal_grads_scratch(call),
+                   [&](int64_t begin, int64_t end, T* scratch) { use.causal_grads(call, begin, end, scratch); });
+    return std::make_tuple(grad_q, grad_k, grad_v);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
@@ -163,6 +217,8 @@ STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
   library.impl("feature_mix", TORCH_BOX(&mix));
   library.impl("feature_sums_backward", TORCH_BOX(&sums_backward));
   library.impl("feature_mix_backward", TORCH_BOX(&mix_backward));
+  library.impl("feature_causal", TORCH_BOX(&causal));
+  library.impl("feature_causal_backward", TORCH_BOX(&causal_backward));
 }
 
 }  // namespace sparing

@@ -40,19 +40,19 @@ void raise_level(FeatureState<T>& state, T level) {
   state.level = level;
 }
 
-// Adds `count` keys. A key whose value is null is left out.
+// Adds `count` keys.
 template <class T>
 void absorb_keys(FeatureState<T>& state, const FeatureBlock<T>& block, const T* const* values, int64_t count) {
+  if (!count) return;
   const int64_t wide = padded<T>(state.width);
   T level = state.level;
   for (int64_t r = 0; r < count; ++r)
-    if (values[r] && block.log[r] > level) level = block.log[r];
-  if (level == kNever<T>) return;
+    if (block.log[r] > level) level = block.log[r];
   raise_level(state, level);
   for (int r = 0; r < kRows; r += lanes<T>) store<T>(state.share + r, exponential(load<T>(block.log + r) - level));
   for (int64_t r = 0; r < kRows; ++r) {
     T* row = state.rows + r * wide;
-    const bool seen = r < count && values[r];
+    const bool seen = r < count;
     if (!seen) state.share[r] = T(0);
     for (int64_t e = 0; e < wide; ++e) row[e] = seen && e < state.width ? state.share[r] * values[r][e] : T(0);
   }

@@ -64,6 +64,21 @@ struct FeatureGrads {
   T *grad_right, *grad_mass, *grad_points;  // the first two only if mixing, the last only for gaussian; may be null
 };
 
+// out[i] = sum_{j <= i} w_ij values[j], w_ij = sum_f phi_f(q_i) phi_f(k_j), divided by their sum (`divide`) or, where the
+// map has a log, by exp(largest log of a key that row i sees). Query and key i stand at the same position.
+template <class T>
+struct FeatureCausal {
+  Featured<T> q, k;  // with the same points
+  Tokens<const T> values;
+  const uint8_t* keep;  // [items][tokens of k]; null: all are valid
+  int64_t width;
+  bool divide;
+  T *out, *total;  // contiguous; read by the backward pass
+  // backward
+  Tokens<const T> grad;
+  T *grad_q, *grad_k, *grad_v;  // contiguous
+};
+
 template <class T>
 struct FeatureKernels {
   int64_t (*padded_width)(int64_t);
@@ -76,6 +91,10 @@ struct FeatureKernels {
   int64_t (*grads_scratch)(const FeatureGrads<T>&);
   void (*grads)(const FeatureGrads<T>&, int64_t begin, int64_t end, T* scratch);  // a task is a chunk of a head
   void (*merge_grads)(const FeatureGrads<T>&, int64_t begin, int64_t end);        // a task is a head
+  int64_t (*causal_scratch)(const FeatureCausal<T>&);
+  void (*causal)(const FeatureCausal<T>&, int64_t begin, int64_t end, T* scratch);  // a task is a head
+  int64_t (*causal_grads_scratch)(const FeatureCausal<T>&);
+  void (*causal_grads)(const FeatureCausal<T>&, int64_t begin, int64_t end, T* scratch);  // the same
 };
 
 }  // namespace sparing
