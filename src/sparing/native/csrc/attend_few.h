@@ -112,8 +112,8 @@ void attend_few_forward(const Attend<T>& call, int64_t begin, int64_t end, T* sc
         tops[r] = largest<T>(top);
         totals[r] = few.count ? weigh(scores, few.bias, few.columns, tops[r]) : T(0);
       }
-      product<T>({few.scores, few.columns, 1}, rows, few.count, in_panels(few.value_panels, few.count), few.wide, few.sums,
-                 few.wide);
+      product<T>({few.scores, few.columns, 1}, rows, few.count, in_panels(few.value_panels, few.count), few.wide,
+                 few.sums, few.wide);
       for (int64_t r = 0; r < rows; ++r) {
         T* out = call.out + (unit * call.queries + first + r) * call.width;
         const T inverse = few.count ? T(1) / totals[r] : T(0);
