@@ -167,8 +167,8 @@ LaneArcs<T> lane_arcs(const LshStrip<T>& strip, int64_t round, int r) {
   return {load<Int<T>>(strip.from + round * kStrip<T> + r), load<Int<T>>(strip.length + round * kStrip<T> + r)};
 }
 
-// Sets the scores of lanes from r on to -inf where a query does not look at the key in this round, or did so in one of N
-// rounds from `first` on. Returns the largest scores.
+// Sets the scores of lanes from r on to -inf where a query does not look at the key in this round, or did so in one of
+// N rounds from `first` on. Returns the largest scores.
 template <class T, int N>
 Vec<T> mask_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t round, int64_t first,
                    int64_t valid, int r) {
@@ -380,7 +380,8 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
   }
   for (int64_t round = 0; round < call.rounds; ++round)
     for (int64_t first = 0; first < call.queries;) {
-      const int64_t begin = first, end = first + gather_window(window, call, arcs, unit, round, first, call.queries - first);
+      const int64_t begin = first;
+      const int64_t end = first + gather_window(window, call, arcs, unit, round, first, call.queries - first);
       move_grads<T, false>(window, call, unit);
       for (; first < end; first += strip.count) {
         gather_strip(strip, call, arcs, unit, round, first, end - first);

@@ -93,8 +93,8 @@ void round_rotations(const RotationHash<T>& call, int64_t begin, int64_t end) {
   }
 }
 
-// Writes token x, scaled and rounded, to columns[.][lane]. Returns the norm of its rounding error (a little more), or -1
-// where x is too small or too large for that.
+// Writes token x, scaled and rounded, to columns[.][lane]. Returns the norm of its rounding error (a little more), or
+// -1 where x is too small or too large for that.
 template <class T>
 SPARING_INLINE double round_token(const T* x, int64_t depth, int32_t* columns, T* buffer) {
   typedef Int<T> Bits __attribute__((may_alias));

@@ -46,14 +46,12 @@ struct Described {
   const uint8_t* influence = nullptr;
   std::vector<int64_t> counts;
 
-  int64_t arc_entries() const {  // of the arcs of one head in one round
+  int64_t arc_entries() const {  // of the arcs of one head in one round, in int32
     return 2 * call.keys + 3 * call.queries;
   }
 
-  // Room for them.
-  Arcs arcs(int32_t* memory) const {
-    return {memory, memory + call.keys, memory + 2 * call.keys, memory + 2 * call.keys + call.queries,
-            memory + 2 * call.keys + 2 * call.queries};
+  int64_t arc_memory() const {  // of the arcs of one head, and of what finding them takes
+    return call.rounds * arc_entries() + arc_scratch(buckets);
   }
 
   void find(int64_t unit, int64_t round, const Arcs& arcs, int32_t* scratch) const {
@@ -65,6 +63,23 @@ struct Described {
     head.queries = call.queries, head.keys = call.keys, head.count = counts[item];
     head.buckets = buckets, head.chunk = chunk;
     find_arcs(rule, head, arcs, scratch);
+  }
+
+  // Room for the arcs of one head in all rounds.
+  std::vector<Arcs> lay_out(int32_t* memory) const {
+    std::vector<Arcs> arcs;
+    for (int64_t round = 0; round < call.rounds; ++round, memory += arc_entries()) {
+      int32_t* rest = memory + 2 * call.keys;
+      arcs.push_back({memory, memory + call.keys, rest, rest + call.queries, rest + 2 * call.queries});
+    }
+    return arcs;
+  }
+
+  std::vector<Arcs> arcs_of(int64_t unit, int32_t* memory) const {
+    const std::vector<Arcs> arcs = lay_out(memory);
+    for (int64_t round = 0; round < call.rounds; ++round)
+      find(unit, round, arcs[round], memory + call.rounds * arc_entries());
+    return arcs;
   }
 };
 
@@ -122,35 +137,47 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   call.scale = T(scale);
 }
 
-constexpr int64_t kTokensAtOnce = 8192;  // of the heads that go through the rounds together, while they are in the cache
-
 template <class T>
-void attend(Described<T>& all, int64_t* hits) {
-  Lsh<T>& call = all.call;
+void count_hits(const Lsh<T>& call, const std::vector<Arcs>& arcs, int64_t* hits) {
+  for (int64_t i = 0; i < call.queries; ++i) {
+    hits[i] = 0;
+    for (const Arcs& one : arcs) hits[i] += one.length[i];
+  }
+}
+
+// Heads side by side, each with all its rounds.
+template <class T>
+void attend_by_head(const Described<T>& all, int64_t* hits) {
+  const Lsh<T>& call = all.call;
   const LshKernels<T>& use = kernels().of<T>().lsh;
-  const int64_t units = call.items * call.heads, rounds = call.rounds, blocks = use.blocks(call);
-  const int64_t most = call.queries + call.keys ? kTokensAtOnce / (call.queries + call.keys) : 0;
-  const int64_t group = most < 1 ? 1 : most < units ? most : units;
-  const Scratch memory(group * rounds * all.arc_entries() * int64_t(sizeof(int32_t)));
-  STD_TORCH_CHECK(memory, "there is not enough memory for the arcs of ", group, " heads");
-  std::vector<Arcs> arcs(group * rounds);
-  for (int64_t i = 0; i < group * rounds; ++i) arcs[i] = all.arcs(memory.as<int32_t>() + i * all.arc_entries());
-  for (int64_t first = 0; first < units; first += group) {
-    const int64_t some = units - first < group ? units - first : group;
-    in_parallel<int32_t>(some * rounds, 1, arc_scratch(all.buckets), [&](int64_t begin, int64_t end, int32_t* scratch) {
-      for (int64_t i = begin; i < end; ++i) all.find(first + i / rounds, i % rounds, arcs[i], scratch);
-    });
-    for (int64_t i = 0; i < some * rounds * call.queries; ++i) {
-      const int64_t one = i / call.queries, query = i % call.queries;
-      int64_t& to = hits[(first + one / rounds) * call.queries + query];
-      to = (one % rounds ? to : 0) + arcs[one].length[query];
+  const int64_t own = use.scratch(call, false), blocks = use.blocks(call);
+  in_parallel<T>(call.items * call.heads, 1, own + all.arc_memory(), [&](int64_t begin, int64_t end, T* scratch) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const std::vector<Arcs> arcs = all.arcs_of(unit, reinterpret_cast<int32_t*>(scratch + own));
+      count_hits(call, arcs, hits + unit * call.queries);
+      for (int64_t i = 0; i < call.rounds * blocks; ++i)
+        use.forward(call, arcs.data(), unit, i / blocks, i % blocks, scratch);
     }
-    for (int64_t round = 0; round < rounds; ++round)
-      in_parallel<T>(some * blocks, 1, use.scratch(call, false), [&](int64_t begin, int64_t end, T* scratch) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t unit = i / blocks;
-          use.forward(call, arcs.data() + unit * rounds, first + unit, round, i % blocks, scratch);
-        }
+  });
+}
+
+// One head after the other, the blocks of a round side by side: for fewer heads than threads.
+template <class T>
+void attend_by_block(const Described<T>& all, int64_t* hits) {
+  const Lsh<T>& call = all.call;
+  const LshKernels<T>& use = kernels().of<T>().lsh;
+  const Scratch memory(all.arc_memory() * int64_t(sizeof(int32_t)));
+  STD_TORCH_CHECK(memory, "there is not enough memory for the arcs of one head");
+  const std::vector<Arcs> arcs = all.lay_out(memory.as<int32_t>());
+  for (int64_t unit = 0; unit < call.items * call.heads; ++unit) {
+    in_parallel<int32_t>(call.rounds, 1, arc_scratch(all.buckets), [&](int64_t begin, int64_t end, int32_t* scratch) {
+      for (int64_t round = begin; round < end; ++round) all.find(unit, round, arcs[round], scratch);
+    });
+    count_hits(call, arcs, hits + unit * call.queries);
+    for (int64_t round = 0; round < call.rounds; ++round)
+      in_parallel<T>(use.blocks(call), 1, use.scratch(call, false), [&](int64_t begin, int64_t end, T* scratch) {
+        for (int64_t block = begin; block < end; ++block)
+          use.forward(call, arcs.data(), unit, round, block, scratch);
       });
   }
 }
@@ -168,7 +195,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
     call.total = total.mutable_data_ptr<T>();
-    attend(all, hits.mutable_data_ptr<int64_t>());
+    const int64_t units = call.items * call.heads, threads = torch::stable::get_num_threads();
+    if (units % threads == 0 || units >= 4 * threads)  // busy to the end, or nearly
+      attend_by_head(all, hits.mutable_data_ptr<int64_t>());
+    else
+      attend_by_block(all, hits.mutable_data_ptr<int64_t>());
     return std::make_tuple(out, lse, hits);
   });
 }
@@ -192,17 +223,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.grad_k = grad_k.mutable_data_ptr<T>();
     call.grad_v = grad_v.mutable_data_ptr<T>();
     const LshKernels<T>& use = kernels().of<T>().lsh;
-    const int64_t arc_memory = call.rounds * all.arc_entries() + arc_scratch(all.buckets);  // int32: no larger than T
-    in_parallel<T>(b * h, 1, use.scratch(call, true) + arc_memory, [&](int64_t begin, int64_t end, T* scratch) {
-      int32_t* memory = reinterpret_cast<int32_t*>(scratch + use.scratch(call, true));
-      std::vector<Arcs> arcs(call.rounds);
-      for (int64_t unit = begin; unit < end; ++unit) {
-        for (int64_t round = 0; round < call.rounds; ++round) {
-          arcs[round] = all.arcs(memory + round * all.arc_entries());
-          all.find(unit, round, arcs[round], memory + call.rounds * all.arc_entries());
-        }
-        use.backward(call, arcs.data(), unit, scratch);
-      }
+    const int64_t own = use.scratch(call, true);
+    in_parallel<T>(b * h, 1, own + all.arc_memory(), [&](int64_t begin, int64_t end, T* scratch) {
+      for (int64_t unit = begin; unit < end; ++unit)
+        use.backward(call, all.arcs_of(unit, reinterpret_cast<int32_t*>(scratch + own)).data(), unit, scratch);
     });
     return std::make_tuple(grad_q, grad_k, grad_v);
   });

@@ -1,5 +1,5 @@
-// Softmax attention of a strip of queries: as many as stand in the lanes of a tile. Where few neighbours look at the same
-// keys, the blocks of softmax.h would mostly multiply what they mask.
+// Softmax attention of a strip of queries: as many as stand in the lanes of a tile. Where few neighbours look at the
+// same keys, the blocks of softmax.h would mostly multiply what they mask.
 //
 // What a lane computes does not depend on the other lanes of the strip, nor on which keys they make it skip: all sums
 // run over the keys in their order, and a key that a lane does not see adds exactly zero.
