@@ -161,7 +161,7 @@ def test_ragged_products_are_the_same_from_the_same_lists(shared, stratified, mo
     law, draws, kinds = feature_law(w), Draws(5, torch.tensor([4, 1])), {"shared": shared, "stratified": stratified}
     picks = draw_features(law, counts, ranks, draws, **kinds)
     asked = []
-    monkeypatch.setattr(Draws, "bits", lambda self, *a, old=Draws.bits: asked.append("table") or old(self, *a))
+    monkeypatch.setattr(Draws, "uniform", lambda self, *a, old=Draws.uniform: asked.append("table") or old(self, *a))
     found = ragged_product(x, w, law, counts, ranks, draws, **kinds)
     assert bool(asked) == (most == 9 or (shared and most > 0))
     wanted = sampled_product(x[:, None], w, law, picks, counts) * (counts < 9).unsqueeze(-1)  # the rest is projected

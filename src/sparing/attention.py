@@ -191,10 +191,20 @@ def _compute(chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Proje
     """By kernels where they cover the call, else by the path in plain PyTorch; by the specification if asked."""
     if impl == "reference":
         return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
-    out = chosen.native(q, k, v, call) if native.ready(q) else None  # type: ignore[arg-type]
+    own = native.ready(q) and _native_is_current(type(chosen))
+    out = chosen.native(q, k, v, call) if own else None  # type: ignore[arg-type]
     if out is None and impl == "native":
         raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
     return chosen.fast(q, k, v, call) if out is None else out  # type: ignore[arg-type]
+
+
+def _native_is_current(cls: type[Method]) -> bool:
+    """Whether kernels still compute what the class does: not where a subclass changed the mathematics alone."""
+
+    def depth(name: str) -> int:
+        return next(i for i, base in enumerate(cls.__mro__) if name in base.__dict__)
+
+    return depth("native") <= min(depth("reference"), depth("fast"))
 
 
 def _why_not_native(chosen: Method, q: Tensor) -> str:

@@ -126,7 +126,7 @@ def _bench(options: argparse.Namespace) -> int:
         written.append(folder / "bench.png")
     except ModuleNotFoundError as error:
         console.print(f"no plot: {error}", markup=False)
-    console.print(f"wrote {', '.join(map(str, written))}", markup=False)
+    console.print(f"wrote {', '.join(map(str, written))}", markup=False, soft_wrap=True)
     return 0
 
 

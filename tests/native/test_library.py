@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import sparing
 from sparing import native
+from sparing.methods.window import Window
 
 from kernel_tools import needs_kernels
 
@@ -61,3 +63,18 @@ def test_without_a_library_everything_works_and_one_warning_tells():
     out, err = fresh(code, SPARING_NATIVE_LIBRARY="")  # asked for: no warning
     assert out.split() == ["False", "36.0", "36.0"]
     assert "kernels" not in err
+
+
+@needs_kernels
+def test_a_subclass_with_other_mathematics_does_not_inherit_the_kernel():
+    @dataclass(frozen=True, kw_only=True)
+    class Zero(Window):
+        name = "_zero"
+
+        def fast(self, q, k, v, call):
+            return torch.zeros_like(v)
+
+    q = torch.randn(1, 2, 20, 8)
+    assert bool((sparing.attention(q, q, q, method=Zero(size=4)) == 0).all())
+    with pytest.raises(sparing.Unsupported, match="impl='native'"):
+        sparing.attention(q, q, q, method=Zero(size=4), impl="native")
