@@ -23,7 +23,7 @@ SPARING_INLINE void add_rows(const T* weights, const Int<T>* list, int64_t count
 // which costs more than the scores that are compared.
 template <class T>
 SPARING_INLINE uint32_t held(IntVec<T> mask) {
-#if defined(__x86_64__) && SPARING_BYTES == 64
+#if defined(__x86_64__) && SPARING_BYTES == 64 && !defined(SPARING_EMULATE_AVX512)
   if constexpr (sizeof(T) == 4)
     return uint16_t(__builtin_ia32_cvtd2mask512(mask));
   else
