@@ -40,7 +40,7 @@ def by_kernel(counts, ranks, shared, stratified):
 
     def compute(x, weight, bias):
         return sampled_projection(
-            x, weight, bias, counts, ranks, draws.streams, draws.seed, purpose(shared), shared, stratified
+            x, weight, bias, counts, ranks, draws.streams, draws.signed_seed, purpose(shared), shared, stratified
         )
 
     return compute
@@ -129,24 +129,48 @@ def test_equal_weights_are_exact():
         assert torch.equal(received(q, q, None, None, 1.0)[0], torch.full((1, 1, n), 1 / n))
 
 
-@pytest.mark.parametrize("setting", ["", ", samples=shared", ", estimator=stratified", ", estimator=mean"])
-def test_the_whole_method_through_the_door(setting):
+SETTINGS = ["", ", samples=shared", ", estimator=stratified", ", estimator=drop", ", estimator=mean"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_whole_method_through_the_door(setting, bias):
+    """Also its gradients, for which counts and samples are constants."""
     gen = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 4, 70, 16, generator=gen), torch.randn(2, 2, 90, 16, generator=gen)
-    value = [torch.randn(*shape, generator=gen) for shape in ((2, 90, 48), (2 * 16, 48), (2 * 16,))]
+    value = [torch.randn(*shape, generator=gen) for shape in ((2, 90, 48), (2 * 16, 48), (2 * 16,))[: 2 + bias]]
+    mask = keys_mask(padding("holes", 2, 90))
+    rates = []
 
-    def by(impl):
+    def facts(impl):
         def compute(q, k, *value):
-            call = {"method": f"monte_carlo(alpha=1.7{setting})", "impl": impl, "seed": 3, "enable_gqa": True}
-            found = sparing.inspect(q, k, Projection(*value), keys_mask(padding("holes", 2, 90)), **call)
+            found = sparing.inspect(q, k, Projection(*value), mask, impl=impl, **call)
             rates.append(float(found.statistics["rate"].mean()))
             return found.output, found.lse, found.statistics["certificate"], found.statistics["counts"].to(q.dtype)
 
         return compute
 
-    rates = []
-    no_worse(by("native"), by("reference"), [q, k, *value], what=setting, gradients=False)
+    def output(impl):
+        return lambda q, k, *value: sparing.attention(q, k, Projection(*value), mask, impl=impl, **call)
+
+    call = {"method": f"monte_carlo(alpha=1.7{setting})", "seed": 3, "enable_gqa": True}
+    no_worse(facts("native"), facts("reference"), [q, k, *value], what=setting, gradients=False)
+    no_worse(output("native"), output("reference"), [q, k, *value], what=setting)
     assert 0.1 < min(rates) <= max(rates) < 0.9
+
+
+def test_a_gradient_asks_for_no_other_and_changes_no_bit():
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 30, 8, generator=gen)
+    x, weight, bias = (torch.randn(*shape, generator=gen) for shape in ((1, 30, 20), (16, 20), (16,)))
+    call = {"method": "monte_carlo(alpha=2.0)", "seed": 0, "impl": "native"}
+    plain = sparing.attention(q, q, Projection(x, weight, bias), **call)
+    for i in range(3):
+        leaves = [t.clone().requires_grad_(i == j) for j, t in enumerate((x, weight, bias))]
+        out = sparing.attention(q, q, Projection(*leaves), **call)
+        assert torch.equal(out, plain)
+        out.sum().backward()
+        assert [t.grad is not None for t in leaves] == [i == j for j in range(3)]
 
 
 def test_no_matrix_of_all_pairs_is_made():
@@ -193,7 +217,7 @@ def test_opcheck():
 def test_compiles_as_one_graph(dynamic):
     def both(x, weight, counts, ranks):
         _, lse = received(x.unsqueeze(1), x.unsqueeze(1), None, None, 0.1)
-        return lse, sampled_projection(x, weight, None, counts, ranks, torch.arange(3), 2**63 + 1, 5, True, False)
+        return lse, sampled_projection(x, weight, None, counts, ranks, torch.arange(3), -7, 5, True, False)
 
     compiled = torch.compile(both, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for n in (20, 21):

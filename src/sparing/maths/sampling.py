@@ -8,19 +8,17 @@ independent samples E|H - xW|^2 = (|x|^2 |W|_F^2 - |xW|^2) / r, where x counts o
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor
 
-from sparing.draws import Draws
+from sparing.draws import Draws, checksum
 
 _PURPOSES = {True: "monte_carlo.shared", False: "monte_carlo.independent"}
 
 
 def purpose(shared: bool) -> int:
     """What the numbers are drawn for, as the generator is told it: for kernels, which draw the same numbers."""
-    return zlib.crc32(_PURPOSES[shared].encode())
+    return checksum(_PURPOSES[shared])
 
 
 def feature_law(w: Tensor) -> Tensor:

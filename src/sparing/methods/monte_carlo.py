@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sparing.call import Call
 from sparing.draws import Draws
@@ -45,7 +46,7 @@ class MonteCarlo(Method):
     some queries is applied to A, but r_j still depends on all queries: such a mask (that of a prefix language model,
     for example) is no guarantee against looking ahead. Where n_q == n_k, a query whose own key no query can see
     counts as padding and stays out of M_j, unless query_mask says otherwise. The gradient treats counts and samples
-    as constants; second derivatives by the hidden states or W need impl="reference".
+    as constants; second derivatives need impl="reference".
 
     `inspect()` gives counts (r), rate (the mean of r / d over valid tokens), padded_rate (over all slots, the
     paper's), certificate (a bound of each row's root mean square error) and, for sampling, bound (that of the theorem).
@@ -122,22 +123,12 @@ class MonteCarlo(Method):
         if bool((counts == d).all()):
             values = v.project(heads)
         else:
-            w = v.weight.unflatten(0, (heads, -1)).mT
-            if self._samples:
-                values = ragged_product(v.x, w, feature_law(w), counts, **self._lists(valid, call))
-            else:
-                values = (center @ w).expand(*counts.shape, -1)
-            values = project_rows(v.x, w, counts == d, values)
-            if v.bias is not None:
-                values = values + v.bias.view(heads, 1, -1)
+            values = self._fill(self._project(v, valid, counts, call), v, counts, center)
         return weights @ values.repeat_interleave(call.groups, dim=1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor | None:
         """Finds M_j, samples and projects by kernels, and leaves A H to exact attention; no matrix A is made."""
         assert isinstance(v, Projection)
-        leaves = (q, k, *(t for t in v if t is not None))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in leaves):
-            return None  # the kernels have no gradient
         if call.mask is not None or v.x.shape[-1] == 0:
             return None  # a mask by query is as large as A, and without features there is nothing to sample
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
@@ -146,11 +137,9 @@ class MonteCarlo(Method):
         if bool((counts == d).all()):
             values = v.project(heads)
         else:
-            values = self._values(v, valid, counts, call)
             if self.estimator == "mean":
                 center = mean_token(v.x, valid)
-                replaced = center @ v.weight.unflatten(0, (heads, -1)).mT
-                values = torch.where((counts == d).unsqueeze(-1), values, values + replaced)
+            values = self._fill(_ByKernel.apply(*v, self, valid, counts, call), v, counts, center)
         quiet = replace(call, statistics=None)
         if call.noted:
             # As wide as the queries: torch's attention holds all of A where the widths differ.
@@ -162,20 +151,29 @@ class MonteCarlo(Method):
     def _count(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Which keys count and r (B, H_kv, n_k), by a kernel; the log-sum-exp (B, H, n_q)."""
         batch, heads, n_k, d = q.shape[0], q.shape[1] // call.groups, k.shape[2], v.x.shape[-1]
-        largest, lse = received(q, k, call.keep, call.influence, call.scale)
+        largest, lse = received(q.detach(), k.detach(), call.keep, call.influence, call.scale)
         weight = largest.unflatten(1, (heads, -1)).amax(2)
         keep = torch.ones(batch, n_k, dtype=torch.bool, device=q.device) if call.keep is None else call.keep
         valid = keep[:, None].expand(batch, heads, n_k)
         return valid, self._budget(weight, valid, d), lse
 
-    def _values(self, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> Tensor:
-        """H + b (B, H_kv, n_k, e) by a kernel; tokens without samples give b."""
-        lists = self._lists(valid, call)
-        draws, shared = lists["draws"], lists["shared"]
-        return sampled_projection(
-            v.x, v.weight, v.bias, counts, lists["ranks"], draws.streams, draws.seed, purpose(shared), shared,
-            lists["stratified"],
-        )  # fmt: skip
+    def _project(self, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> Tensor:
+        """H + b (B, H_kv, n_k, e) by plain PyTorch; tokens without samples give b."""
+        heads = counts.shape[1]
+        w = v.weight.unflatten(0, (heads, -1)).mT
+        if self._samples:
+            values = ragged_product(v.x, w, feature_law(w), counts, **self._lists(valid, call))
+        else:
+            values = v.x.new_zeros(1).expand(*counts.shape, w.shape[-1])
+        values = project_rows(v.x, w, counts == v.x.shape[-1], values)
+        return values if v.bias is None else values + v.bias.view(heads, 1, -1)
+
+    def _fill(self, values: Tensor, v: Projection, counts: Tensor, center: Tensor) -> Tensor:
+        """Puts the projected mean where estimator="mean" replaces a token."""
+        if self.estimator != "mean":
+            return values
+        filled = values + center @ v.weight.unflatten(0, (counts.shape[1], -1)).mT
+        return torch.where((counts == v.x.shape[-1]).unsqueeze(-1), values, filled)
 
     def _budget(self, received: Tensor, valid: Tensor, features: int) -> Tensor:
         counts = sample_counts(received, valid.sum(-1), self.alpha, features)  # eq. 9
@@ -236,6 +234,38 @@ class MonteCarlo(Method):
         # Projected tokens are gathered one head at a time; a draw takes ten to twenty numbers of eight bytes.
         room = units * shape.pairs + tokens * shape.value_dim + shape.batch * shape.keys * d + 32 * draws
         return Cost(flops, 4.0 * room, float(shape.keys))
+
+
+class _ByKernel(torch.autograd.Function):
+    """`MonteCarlo._project` by a kernel; the gradient, with the same samples, by plain PyTorch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, method: MonteCarlo, valid: Tensor, counts: Tensor,
+        call: Call,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, valid, counts)
+        ctx.method, ctx.call = method, call
+        lists = method._lists(valid, call)
+        draws, shared = lists["draws"], lists["shared"]
+        return sampled_projection(
+            x, weight, bias, counts, lists["ranks"], draws.streams, draws.signed_seed, purpose(shared), shared,
+            lists["stratified"],
+        )  # fmt: skip
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, valid, counts = ctx.saved_tensors
+        asked = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            leaves: list[Any] = [
+                t if t is None else t.detach().requires_grad_(a) for t, a in zip(tensors, asked, strict=True)
+            ]
+            values = ctx.method._project(Projection(*leaves), valid, counts, ctx.call)
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad(values, wanted, grad))
+        return (*(next(found) if a else None for a in asked), None, None, None, None)
 
 
 def _size(v: Projection, counts: Tensor) -> Tensor:

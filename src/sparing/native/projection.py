@@ -50,11 +50,10 @@ def sampled_projection(
     """x W + b of every head (B, H, n, e), from `counts` sampled features of each token; exact where these are all.
 
     x (B, n, d), weight (H e, d) and bias (H e) as in `nn.Linear`; counts and ranks (B, H, n), streams (H,). The samples
-    are those of `maths.sampling.draw_features`. There is no gradient.
+    are those of `maths.sampling.draw_features`, with the seed as a signed number of 64 bits. There is no gradient.
     """
     x, weight, counts, ranks, streams = (t.contiguous() for t in (x, weight, counts, ranks, streams))
     bias = None if bias is None else bias.contiguous()
-    seed = seed - 2**64 if seed >= 2**63 else seed  # the same bits
     return torch.ops.sparing.sampled_projection(
         x, weight, bias, counts, ranks, streams, seed, purpose, shared, stratified
     )
