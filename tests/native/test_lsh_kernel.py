@@ -159,9 +159,9 @@ def test_reads_any_strides():
 @pytest.mark.parametrize("rule", ["bucket", "causal", "rank"])
 @pytest.mark.parametrize("n", [7, 700])
 def test_thread_counts_change_nothing(rule, n):
-    def compute():
-        q, k, v = (x.requires_grad_() for x in inputs(n, 32, 20, heads=3))
-        in_q, in_k = (kernels.rotation_buckets(x, rotations(3, 9, 2, 32), torch.tensor([18])) for x in (q, k))
+    def compute():  # four heads: one after the other for three threads, else side by side
+        q, k, v = (x.requires_grad_() for x in inputs(n, 32, 20))
+        in_q, in_k = (kernels.rotation_buckets(x, rotations(2, 9, 2, 32), torch.tensor([18])) for x in (q, k))
         out, lse, hits = lsh(q, k, v, in_q, in_k, keep_of(n), None, 16, rule, True, 0.125)
         return in_q, out, lse, hits, *torch.autograd.grad(out.square().sum() + lse.clamp_min(-9).sum(), (q, k, v))
 
