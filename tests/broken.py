@@ -250,6 +250,26 @@ class GradientOfEmptyRows(Broken):
         return out + (q - q.detach()).mean(-1, keepdim=True) * ~visible.any(-1, keepdim=True)
 
 
+class FirstDerivativeOnly(torch.autograd.Function):
+    """x, marked by torch's own decorator, which refuses second derivatives in `backward()` alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad
+
+
+class SilentSecondDerivative(Broken):
+    name = "_silent_second_derivative"
+
+    def reference(self, q, k, v, call):
+        return FirstDerivativeOnly.apply(super().reference(q, k, v, call))
+
+
 class FutureGradient(Broken):
     """A straight-through term: no output depends on later values, but their gradient does not vanish."""
 

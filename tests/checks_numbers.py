@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import torch
@@ -145,6 +146,21 @@ def gradient(row: Row, impl: str) -> None:
 
         right = torch.autograd.gradcheck(f, tuple(x.leaves()), eps=1e-6, atol=1e-6, raise_exception=False)
         assert right, f"{row.spec}: wrong gradient, causal={causal}, keep={keep}"
+
+
+@check("second derivative", differentiable)
+def second_derivative(row: Row, impl: str) -> None:
+    """It is right, or refused by an error: never silently zero (float64)."""
+    x = tracked(make(row.method, batch=1, heads=1, n_q=5, d=3, e=3, dtype=torch.float64, sharpness=0.7))
+
+    def f(q: Tensor, k: Tensor, payload: Tensor) -> Tensor:
+        return run(row.method, replace(x, q=q, k=k).with_payload(payload), impl=impl)
+
+    try:
+        right = torch.autograd.gradgradcheck(f, tuple(x.leaves()), atol=1e-5, raise_exception=False)
+    except RuntimeError as error:
+        right = bool(re.search("once_differentiable|derivative for .* is not implemented", str(error)))
+    assert right, f"{row.spec}: wrong second derivative"
 
 
 @check("gradient at full budget", lambda row: differentiable(row) and _full(row) and "gradient" not in row.skip)

@@ -40,6 +40,7 @@ CONTROLS = [
     (broken.KeyedByQueryHead(features=32), "gqa equals repeat"),
     (broken.GradientToPaddedQueries(), "gradient stays out"),
     (broken.GradientOfEmptyRows(), "gradient stays out"),
+    (broken.SilentSecondDerivative(), "second derivative"),
     (broken.FutureGradient(), "causal leak"),
     (broken.DetachedKeys(), "gradient at full budget"),
     (broken.ReachesNothing(), "nan stays"),

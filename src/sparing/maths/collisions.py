@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.maths.derivatives import once_differentiable
 from sparing.maths.hashing import hyperplanes, sign_codes
 from sparing.maths.tables import Slope, Tokens, bucket_sums, table_sums
 

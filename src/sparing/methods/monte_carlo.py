@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sparing.call import Call
 from sparing.draws import Draws
 from sparing.maths import dense
+from sparing.maths.derivatives import once_differentiable
 from sparing.maths.sampling import (
     draw_features,
     feature_law,

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from sparing.call import Call
 from sparing.draws import checksum
 from sparing.maths import dense
 from sparing.maths.collisions import PURPOSE, Sampler, collision_sums
+from sparing.maths.derivatives import once_differentiable
 from sparing.maths.hashing import HASHES_AT_ONCE, draw_names, is_gaussian
 from sparing.method import Cost, Method, Shape, Supports, knob
 from sparing.native import yoso as kernels

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -54,4 +55,4 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, 
     return (*grads, None, None, None)
 
 
-torch.library.register_autograd("sparing::attend", _backward, setup_context=_setup, lib=schemas)
+differentiable("attend", _backward, _setup)

@@ -1,20 +1,21 @@
-"""Gradients of gradients: kernels have none."""
+"""First derivatives of the kernels; they have no second ones."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from sparing.maths.derivatives import refuse
 from sparing.native.library import schemas
 
 
-def once_differentiable(op: str) -> None:
-    """Let a backward op refuse to be differentiated; without a rule, torch would only warn and go on with zeros."""
+def differentiable(op: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Give sparing::op its gradient, and let sparing::op_backward, which computes it, refuse to be differentiated.
 
-    def refuse(ctx: Any, *grads: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{op} is a gradient, and once_differentiable: kernels have no second derivatives; use impl='reference'"
-        )
+    Without a rule for the latter, torch would only warn and go on with zeros.
+    """
 
-    torch.library.register_autograd(f"sparing::{op}", refuse, lib=schemas)
+    torch.library.register_autograd(f"sparing::{op}", backward, setup_context=setup, lib=schemas)
+    torch.library.register_autograd(f"sparing::{op}_backward", refuse, lib=schemas)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.features import Map
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
@@ -68,4 +69,4 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return (*found, *[None] * 6)
 
 
-torch.library.register_autograd("sparing::feature_causal", _backward, setup_context=_setup, lib=schemas)
+differentiable("feature_causal", _backward, _setup)

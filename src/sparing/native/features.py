@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -138,5 +139,5 @@ def _mix_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     )
 
 
-torch.library.register_autograd("sparing::feature_sums", _sums_backward, setup_context=_setup_sums, lib=schemas)
-torch.library.register_autograd("sparing::feature_mix", _mix_backward, setup_context=_setup_mix, lib=schemas)
+differentiable("feature_sums", _sums_backward, _setup_sums)
+differentiable("feature_mix", _mix_backward, _setup_mix)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 
 schemas.define("inverse_iteration(Tensor a, Tensor start, int steps) -> Tensor")
@@ -41,4 +42,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
-torch.library.register_autograd("sparing::inverse_iteration", _backward, setup_context=_setup, lib=schemas)
+differentiable("inverse_iteration", _backward, _setup)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -87,4 +88,4 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, _: Tensor) -> tuple[Tens
     return (*grads, *[None] * 8)
 
 
-torch.library.register_autograd("sparing::lsh", _backward, setup_context=_setup, lib=schemas)
+differentiable("lsh", _backward, _setup)

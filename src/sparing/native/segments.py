@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -43,4 +44,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.sparing.segment_means_backward(adjacent(grad), keep, ctx.tokens), None, None
 
 
-torch.library.register_autograd("sparing::segment_means", _backward, setup_context=_setup, lib=schemas)
+differentiable("segment_means", _backward, _setup)

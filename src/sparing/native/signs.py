@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -57,4 +58,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return back, *[None] * 5
 
 
-torch.library.register_autograd("sparing::sign_projection", _backward, setup_context=_setup, lib=schemas)
+differentiable("sign_projection", _backward, _setup)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.native.autograd import once_differentiable
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -39,5 +39,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.sparing.unit_rows_backward(adjacent(grad), ctx.saved_tensors[0], ctx.smallest), None
 
 
-torch.library.register_autograd("sparing::unit_rows", _backward, setup_context=_setup, lib=schemas)
-once_differentiable("unit_rows_backward")
+differentiable("unit_rows", _backward, _setup)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -62,4 +63,4 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, 
     return (*grads, *[None] * 6)
 
 
-torch.library.register_autograd("sparing::window", _backward, setup_context=_setup, lib=schemas)
+differentiable("window", _backward, _setup)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.native.autograd import once_differentiable
+from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -91,5 +91,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, None if grad_v is None else grad_v.to(v.dtype), *[None] * 9
 
 
-torch.library.register_autograd("sparing::yoso", _backward, setup_context=_setup, lib=schemas)
-once_differentiable("yoso_backward")
+differentiable("yoso", _backward, _setup)
