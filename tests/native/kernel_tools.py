@@ -17,10 +17,19 @@ Compute = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 
 def no_worse(
-    kernel: Compute, specification: Compute, inputs: Sequence[Tensor], *, what: str = "", gradients: bool = True
+    kernel: Compute,
+    specification: Compute,
+    inputs: Sequence[Tensor],
+    *,
+    plain: Compute | None = None,
+    what: str = "",
+    gradients: bool = True,
 ) -> None:
-    """The error of the kernel in float32 is at most twice that of the specification in float32, three times for
-    gradients, each against the specification in float64, plus 1e-5 of the largest entry."""
+    """The error of the kernel in float32 is at most twice that of plain PyTorch in float32, three times for gradients.
+
+    Errors are those against the specification in float64, and 2e-6 of the largest entry (16 roundings) is always
+    allowed. plain: what PyTorch computes in float32; the specification itself unless given.
+    """
     weights: list[Tensor] = []
 
     def results(compute: Compute, dtype: torch.dtype) -> Iterator[tuple[str, float, Tensor]]:
@@ -37,9 +46,9 @@ def no_worse(
             yield from ((f"gradient {i}", 3.0, g) for i, g in enumerate(found))
 
     exact = list(results(specification, torch.float64))
-    plain = list(results(specification, torch.float32))
+    rounded = list(results(plain or specification, torch.float32))
     fast = list(results(kernel, torch.float32))
-    for (name, times, wanted), (_, _, rough), (_, _, found) in zip(exact, plain, fast):
+    for (name, times, wanted), (_, _, rough), (_, _, found) in zip(exact, rounded, fast):
         assert found.shape == wanted.shape, f"{what}: {name}"
         assert torch.equal(found == -torch.inf, wanted == -torch.inf), f"{what}: {name}: other rows see nothing"
         wanted, rough, found = (x.double().masked_fill(wanted == -torch.inf, 0.0) for x in (wanted, rough, found))
@@ -47,7 +56,7 @@ def no_worse(
         if not wanted.numel():
             continue
         error, allowed = (found - wanted).abs().max(), times * (rough - wanted).abs().max()
-        allowed += 1e-5 * wanted.abs().max().clamp_min(1.0)
+        allowed += 2e-6 * wanted.abs().max().clamp_min(1.0)
         assert error <= allowed, f"{what}: {name}: error {error:.3g} > {allowed:.3g}"
 
 

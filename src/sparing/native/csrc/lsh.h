@@ -364,10 +364,8 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
   for (int64_t i = 0; i < call.queries; ++i) {
     const T *out = call.out + (unit * call.queries + i) * call.width, *grad = call.grad.at(item, head, i);
     const T lse_grad = call.lse_grad[unit * call.queries + i];
-    // Summed in the order of strip_dots(): where one key has all the weight, its slope is then zero, as it should be.
-    T sum = T(0);
-    for (int64_t e = 0; e < call.width; ++e) sum += out[e] * grad[e];
-    delta[i] = sum - lse_grad;
+    // Rounded as strip_dots() rounds: where one key has all the weight, its slope is then zero, as it should be.
+    delta[i] = dot(out, grad, call.width) - lse_grad;
     bool shown = false;
     for (int64_t round = 0; round < call.rounds && !shown; ++round) shown = arcs[round].length[i] > 0;
     if (shown || call.lse[unit * call.queries + i] == kNever<T>) continue;

@@ -158,11 +158,8 @@ void start_backward(
   for (int64_t r = 0; r < kRows; ++r) {
     const bool sees = r < count && lse[r] != kNever<T>;
     block.total[r] = sees ? lse[r] : -kNever<T>;
-    // Summed in the order of dots(): where one key has all the weight, its slope is then zero, as it should be.
-    T delta = T(0);
-    if (sees)
-      for (int64_t e = 0; e < block.width; ++e) delta += out[r][e] * grads[r][e];
-    block.top[r] = sees ? delta - lse_grads[r] : T(0);
+    // Rounded as dots() rounds: where one key has all the weight, its slope is then zero, as it should be.
+    block.top[r] = sees ? dot(out[r], grads[r], block.width) - lse_grads[r] : T(0);
   }
 }
 
