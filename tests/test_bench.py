@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,18 @@ from sparing.cli import main
 from sparing.measure import bench as benchmark
 from sparing.measure import facts, gate, memory, peers, results
 from sparing.measure.bench import bench, extend, rounds_for
-from sparing.measure.results import SDPA, SDPA_BF16, SDPA_PROJECTION, Bench, Ratio, Settings, Timing, crossover
+from sparing.measure.results import (
+    SDPA,
+    SDPA_BF16,
+    SDPA_PROJECTION,
+    Bench,
+    Fact,
+    PeerStatus,
+    Ratio,
+    Settings,
+    Timing,
+    crossover,
+)
 from sparing.measure.timing import Interval, interval, race
 from sparing.measure.workload import clustered, keys_used, learned_state, method_work
 from sparing.method import _REGISTRY
@@ -92,7 +104,7 @@ def test_a_run_measures_every_side_and_states_every_ratio(run):
     assert run.machine["threads"] == 1
     assert run.machine["torch"] == torch.__version__
     assert "clustered" in run.inputs
-    assert [fact.value is None for fact in run.facts] == [False, not memory.can_measure(), False]
+    assert [fact.value is None for fact in run.facts] == [False, *[not memory.can_measure()] * 2, False, False]
 
 
 def test_the_number_of_threads_is_restored(monkeypatch):
@@ -352,10 +364,37 @@ def test_a_race_alternates_and_lets_slow_sides_stop():
 
 def test_the_sampled_projection_is_compared_before_it_is_timed():
     sizes = {"tokens": 16, "features": 24, "heads": 2}
-    assert facts.encode_fact(**sizes).value.median > 0
-    wrong = facts.encode_fact(lambda x, w, counts: facts.encode(x, w, counts) * 1.01, **sizes)
-    assert wrong.value is None
-    assert "differs from its reference" in wrong.why
+    for shared in (False, True):
+        assert facts.encode_fact(shared, **sizes).value.median > 0
+        wrong = facts.encode_fact(shared, lambda *args: facts.encode(*args) * 1.01, **sizes)
+        assert wrong.value is None
+        assert "differs from its reference" in wrong.why
+
+
+def test_figures_beside_the_table_are_held_to_their_targets(run, capsys):
+    known = Interval(median=1.5, low=1.4, high=1.6)
+    held = [
+        Fact(name="growth", value=known, at_most=1.5),
+        Fact(name="gain", value=known, at_least=1.51),
+        Fact(name="lost", value=None, why="no clock", at_least=1.0),
+    ]
+    assert [fact.met for fact in held] == [True, False, None]
+    out = printed(replace(run, facts=held), capsys)
+    assert "growth: 1.50x (1.40-1.60; <=1.5 met)" in out
+    assert "gain: 1.50x (1.40-1.60; >=1.51 SHORT)" in out
+    assert "lost: no clock" in out
+
+
+def test_the_fastest_public_implementation_is_the_one_that_counts(run, capsys):
+    spec = run.settings.methods[0]
+    settings = replace(run.settings, lengths=(4096,))
+    rivals = [PeerStatus(peer=name, method=spec, version="1") for name in ("slow", "quick")]
+    ratios = [
+        Ratio(method=spec, against=f"{name} for {spec}", length=4096, part="forward", speed=Interval(x, x, x))
+        for name, x in (("slow", 9.0), ("quick", 2.9))
+    ]
+    out = printed(replace(run, settings=settings, peers=rivals, ratios=ratios, timings=[]), capsys)
+    assert f"2.90x against quick for {spec}, forward, 4096 tokens (>=3 SHORT)" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -392,7 +431,7 @@ def test_public_implementations_that_are_not_installed_are_named(capsys, monkeyp
     assert {(p.peer, p.version) for p in found.peers} == {("linformer", None), ("-", None)}
     out = printed(found, capsys)
     assert "linformer for linformer(rank=4): not installed; run: pip install 'linformer'" in out
-    assert "no public implementation for CPUs: kernel(kind='elu')" in out
+    assert "no public implementation for CPUs known here: kernel(kind='elu')" in out
 
 
 def test_an_implementation_that_fails_does_not_stop_the_others(monkeypatch):

@@ -284,7 +284,9 @@ def _statuses(chosen: list[Method]) -> list[PeerStatus]:
     for one in chosen:
         others = peers_of(one)
         if not others:
-            found.append(PeerStatus(peer="-", method=str(one), version=None, why="no public implementation for CPUs"))
+            found.append(
+                PeerStatus(peer="-", method=str(one), version=None, why="no public implementation for CPUs known here")
+            )
         for peer in others:
             version = peer.version()
             why = "" if version else f"not installed; run: pip install '{peer.package}', or 'sparing[peers]'"

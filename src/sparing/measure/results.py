@@ -96,12 +96,21 @@ class PeerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A figure beside the table."""
+    """A figure beside the table, a ratio."""
 
     name: str
     value: Interval | None
-    unit: str = ""
     why: str = ""  #: why there is no value
+    at_least: float | None = None  #: its target
+    at_most: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it reaches its target; None where there is none, or no value."""
+        if self.value is None or self.at_least is self.at_most is None:
+            return None
+        low, high = self.at_least or 0.0, math.inf if self.at_most is None else self.at_most
+        return low <= self.value.median <= high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,8 @@ TARGETS: tuple[Target, ...] = (
     *_targets("linformer(rank=256)", "forward", n4096=6, n16384=20),
     *_targets("kernel(kind='elu')", "forward", n4096=6, n16384=20),
 )
+PEER_TARGET = 3.0  # against the fastest public implementation of the same method, forward
+PEER_TARGET_LENGTH = 4096
 TARGET_SIZES = {"batch": 1, "heads": 12, "width": 64, "threads": 2}
 
 

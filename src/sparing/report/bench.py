@@ -8,11 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sparing.measure.results import (
+    PEER_TARGET,
+    PEER_TARGET_LENGTH,
     SDPA,
     SDPA_BF16,
     SDPA_PROJECTION,
     TARGET_SIZES,
     Bench,
+    Fact,
     Pass,
     Target,
     baseline,
@@ -127,7 +130,7 @@ def _peer_table(bench: Bench, part: Pass) -> Table:
 
 def notes(bench: Bench) -> str:
     """What follows from the tables, and why figures are missing."""
-    lines = [*_target_lines(bench), *(_fact_line(fact.name, fact.value, fact.unit, fact.why) for fact in bench.facts)]
+    lines = [*_target_lines(bench), *_peer_target_lines(bench), *map(_fact_line, bench.facts)]
     red = [gate for gate in bench.gates if not gate.passed]
     lines += [f"RED: {g.method}: {g.detail}, at {g.length} tokens; no ratio is stated" for g in red]
     if bench.gates and not red:
@@ -137,7 +140,7 @@ def notes(bench: Bench) -> str:
         lines.append("+ compared with SDPA plus the value projection, whose work it samples")
     missing = [f"{p.peer} for {p.method}: {p.why}" for p in bench.peers if p.why and p.peer != "-"]
     without = [p.method for p in bench.peers if p.peer == "-"]
-    lines += missing + ([f"no public implementation for CPUs: {', '.join(without)}"] if without else [])
+    lines += missing + ([f"no public implementation for CPUs known here: {', '.join(without)}"] if without else [])
     lines += [
         f"not measured: {side}, {part}, {', '.join(map(str, lengths))} tokens: {why}"
         for (side, part, why), lengths in _absent(bench).items()
@@ -176,8 +179,31 @@ def _target_lines(bench: Bench) -> list[str]:
     return lines + [f"target not measured: {text}" for text in absent]
 
 
-def _fact_line(name: str, value: Interval | None, unit: str, why: str) -> str:
-    return f"{name}: {why}" if value is None else f"{name}: {value.median:.3g}{unit} ({_span(value)})"
+def _peer_target_lines(bench: Bench) -> list[str]:
+    """Each method against the fastest public implementation of it."""
+    lines = []
+    for spec in bench.settings.methods if PEER_TARGET_LENGTH in bench.settings.lengths else ():
+        against = [f"{p.peer} for {p.method}" for p in bench.peers if p.method == spec]
+        found = [bench.ratio(spec, name, PEER_TARGET_LENGTH, "forward") for name in against]
+        ratios = [r for r in found if r is not None]
+        if ratios:
+            least = min(ratios, key=lambda r: r.speed.median)
+            verdict = "met" if least.speed.median >= PEER_TARGET else "SHORT"
+            lines.append(
+                f"{_times(least.speed.median)} against {least.against}, forward, {PEER_TARGET_LENGTH} tokens"
+                f" (>={PEER_TARGET:g} {verdict})"
+            )
+    return lines
+
+
+def _fact_line(fact: Fact) -> str:
+    if fact.value is None:
+        return f"{fact.name}: {fact.why}"
+    verdict = ""
+    if fact.met is not None:
+        target = f"<={fact.at_most:g}" if fact.at_least is None else f">={fact.at_least:g}"
+        verdict = f"; {target} {'met' if fact.met else 'SHORT'}"
+    return f"{fact.name}: {_times(fact.value.median)} ({_span(fact.value)}{verdict})"
 
 
 def _times(value: float) -> str:

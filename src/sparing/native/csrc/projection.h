@@ -201,11 +201,13 @@ struct Place {
   void write(const SampledProjection<T>& call, int64_t head, const Panel<T>& panel, const T* sums,
              int64_t samples) const {
     const T divisor = T(samples > 0 ? samples : 1);
-    const T* bias = call.bias ? call.bias + head * call.width : nullptr;
-    for (int64_t e = 0; e < panel.width && panel.first + e < call.width; ++e) {
-      const T value = sums[e] / divisor;
-      out[panel.first + e] = bias ? value + bias[panel.first + e] : value;
-    }
+    const T* bias = call.bias ? call.bias + head * call.width + panel.first : nullptr;
+    const int64_t given = call.width - panel.first < panel.width ? call.width - panel.first : panel.width;
+    T* to = out + panel.first;
+    int64_t e = 0;
+    for (; e + lanes<T> <= given; e += lanes<T>)
+      store<T>(to + e, load<T>(sums + e) / divisor + (bias ? load<T>(bias + e) : Vec<T>{}));
+    for (; e < given; ++e) to[e] = sums[e] / divisor + (bias ? bias[e] : T(0));
   }
 };
 
