@@ -95,6 +95,17 @@ class Draws:
         u, v = self.uniform(purpose, *shape, 2).unbind(-1)
         return (-2 * u.log()).sqrt() * (2 * math.pi * v).cos()
 
+    def normal_norms(self, purpose: str, count: int, d: int) -> Tensor:
+        """Lengths of vectors of d standard normal numbers, float64 (H, count).
+
+        The squares of two such numbers add up to an exponential one, so no normal number is drawn but an odd last one.
+        """
+        squares = -2 * self.uniform(purpose, count, (d + 1) // 2).log()
+        if d % 2:
+            turn = self.uniform(f"{purpose}.odd", count)
+            squares[..., -1] *= (math.pi * turn).cos().square()
+        return squares.sum(-1).sqrt()
+
     def signs(self, purpose: str, *shape: int) -> Tensor:
         """-1.0 or 1.0 (float64) with equal probability, shape (H, *shape)."""
         return (self.bits(purpose, *shape) & 1).double() * 2 - 1

@@ -55,8 +55,7 @@ class RandomFeatures(Method):
         rotation, upper = torch.linalg.qr(gaussian)
         rotation = rotation * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         rows = rotation.mT.flatten(1, 2)[:, : self.features]
-        norms = call.draws.normal("random_features.norms", self.features, d).norm(dim=-1, keepdim=True)
-        return rows * norms
+        return rows * call.draws.normal_norms("random_features.norms", self.features, d).unsqueeze(-1)
 
     def log_features(self, q: Tensor, k: Tensor, call: Call) -> LogFeatures:
         """log phi of queries and keys, each less its largest entry, which is returned for the keys."""
