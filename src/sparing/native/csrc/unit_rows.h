@@ -9,14 +9,15 @@ SPARING_INLINE Vec<double> widened(const T* p) {
 }
 
 // The sum of the lanes, by halves.
-template <class T>
+template <class T, int kHalf = lanes<T> / 2>
 SPARING_INLINE T folded(Vec<T> x) {
-  for (int half = lanes<T> / 2; half > 0; half /= 2) {
-    IntVec<T> from{};
-    for (int i = 0; i < lanes<T>; ++i) from[i] = Int<T>((i + half) % lanes<T>);
-    x += __builtin_shuffle(x, from);
+  if constexpr (kHalf == 0) {
+    return x[0];
+  } else {
+    IntVec<T> from{};  // a constant: known only at run time, shuffling takes the lanes apart
+    for (int i = 0; i < lanes<T>; ++i) from[i] = Int<T>((i + kHalf) % lanes<T>);
+    return folded<T, kHalf / 2>(x + __builtin_shuffle(x, from));
   }
-  return x[0];
 }
 
 // What a row is multiplied by, in two steps: zeros where it has no entry as large as `smallest`.

@@ -65,17 +65,16 @@ struct TableSums {
 // that were given.
 template <class T>
 struct PairSums {
-  Coded mine, theirs;
-  Tokens<const T> mine_left, their_left;    // [width]
-  Tokens<const T> mine_point, their_point;  // [depth], of any length
+  Coded queries, keys;
+  Tokens<const T> grads, values;  // [width]: the gradient of the output at the queries, and the values of the keys
+  Tokens<const T> q, k;           // [depth], of any length
   int64_t items, heads, depth, width, hashes;
   const int32_t* bits;
   int64_t most_bits;
-  Order order;
-  bool exact;
+  bool causal, exact;
   double factor;
-  bool add, last;  // to what `out` holds; the last chunk
-  T* out;          // [items][heads][mine.tokens][depth]
+  bool add, last;  // to what the gradients hold; the last chunk
+  T *grad_q, *grad_k;  // [items][heads][tokens][depth]; null where not wanted
 };
 
 template <class T>

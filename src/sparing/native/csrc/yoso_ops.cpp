@@ -179,23 +179,18 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor q, Tensor k, Ten
         sums.values = grads;
         run(sums);
       }
+      if (!to_q && !to_k) continue;
       PairSums<T> pairs{};
+      pairs.queries = call.q.coded, pairs.keys = call.k.coded;
+      pairs.grads = grads, pairs.values = values, pairs.q = call.q.x, pairs.k = call.k.x;
       pairs.items = call.items, pairs.heads = call.heads, pairs.depth = call.depth, pairs.width = call.width;
       pairs.hashes = chunk.hashes, pairs.bits = call.sampling.bits.data(), pairs.most_bits = call.sampling.most_bits;
-      pairs.exact = exact, pairs.factor = (exact ? 1.0 : 0.5) / double(call.sampling.hashes);
+      pairs.causal = causal, pairs.exact = exact;
+      pairs.factor = (exact ? 1.0 : 0.5) / double(call.sampling.hashes);
       pairs.add = &chunk != &call.sampling.chunks.front(), pairs.last = &chunk == &call.sampling.chunks.back();
-      if (to_q) {
-        pairs.mine = call.q.coded, pairs.mine_left = grads, pairs.mine_point = call.q.x;
-        pairs.theirs = call.k.coded, pairs.their_left = values, pairs.their_point = call.k.x;
-        pairs.order = causal ? Order::past : Order::all, pairs.out = grad_q.mutable_data_ptr<T>();
-        run(pairs);
-      }
-      if (to_k) {
-        pairs.mine = call.k.coded, pairs.mine_left = values, pairs.mine_point = call.k.x;
-        pairs.theirs = call.q.coded, pairs.their_left = grads, pairs.their_point = call.q.x;
-        pairs.order = causal ? Order::future : Order::all, pairs.out = grad_k.mutable_data_ptr<T>();
-        run(pairs);
-      }
+      pairs.grad_q = to_q ? grad_q.mutable_data_ptr<T>() : nullptr;
+      pairs.grad_k = to_k ? grad_k.mutable_data_ptr<T>() : nullptr;
+      run(pairs);
     }
     return std::make_tuple(grad_q, grad_k, grad_v);
   });
