@@ -7,7 +7,6 @@ import sparing
 from sparing import native
 from sparing.draws import checksum
 from sparing.methods.yoso import Yoso, unit_rows
-from sparing.native.unit_rows import unit_rows as native_unit_rows
 from sparing.native.yoso import codes, collision_sums
 
 from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
@@ -41,23 +40,35 @@ def sampling(d, *, hashes=9, bits=4, gaussian=False, heads=2, seed=7):
     return torch.arange(heads), bits, seed, purposes, hashes, gaussian
 
 
-def test_unit_rows_are_those_of_the_specification():
-    gen = torch.Generator().manual_seed(0)
-    for d in (1, 3, 64, 77):
-        x = torch.randn(2, 3, 300, d, generator=gen) * torch.logspace(-30, 30, 300)[:, None]
-        x[0, 0, 5] = 0.0
-        assert torch.equal(native_unit_rows(x, 1e-12), unit_rows(x, 1e-12))
-        wide = x.double() ** 5  # squares out of range
-        torch.testing.assert_close(native_unit_rows(wide, 1e-12), unit_rows(wide, 1e-12), rtol=1e-14, atol=0)
+@pytest.mark.parametrize("e", [1, 3, 64, 77])
+def test_unit_rows_are_those_of_the_specification(e):
+    q = torch.randn(2, 2, 300, 20, generator=torch.Generator().manual_seed(e))
+    v = torch.randn(2, 2, 300, e, generator=torch.Generator().manual_seed(e)) * torch.logspace(-30, 30, 300)[:, None]
+    v[0, 0, 5] = 0.0
+    rest = (None, *sampling(20, hashes=1, bits=16), False, False)  # nearly every query meets its own key alone
+    assert torch.equal(collision_sums(q, q, v, *rest, 1e-12), unit_rows(collision_sums(q, q, v, *rest), 1e-12))
+    q, v = q.double(), v.double() ** 5  # squares out of range
+    found, wanted = collision_sums(q, q, v, *rest, 1e-12), unit_rows(collision_sums(q, q, v, *rest), 1e-12)
+    assert bool(found.isfinite().all())
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
 
 
 @every_instruction_set
-@pytest.mark.parametrize("d", [1, 20, 64])
-def test_unit_rows_no_worse_than_plain_float32(isa, d):
-    x = torch.randn(2, 3, 40, d, generator=torch.Generator().manual_seed(0))
-    x[:, :, 3] = 1e-13
+@pytest.mark.parametrize("e", [1, 20, 64])
+def test_gradients_through_unit_rows_no_worse_than_plain_float32(isa, e):
+    q, k, v = inputs(40, 40, 16, e)
+    v[:, :, ::3] = 0.0
+    rest = (None, *sampling(16, hashes=1, bits=6), False, False)
+    assert not bool(collision_sums(q, k, v, *rest).any(-1).all())  # rows without a direction
+
+    def kernel(q, k, v):
+        return collision_sums(q, k, v, *rest, 1e-12)
+
+    def specification(q, k, v):
+        return unit_rows(collision_sums(q, k, v, *rest), 1e-12)
+
     with native.instruction_set(isa):
-        no_worse(lambda x: native_unit_rows(x, 1e-12), lambda x: unit_rows(x, 1e-12), [x], what=isa)
+        no_worse(kernel, specification, [q, k, v], what=isa)
 
 
 @every_instruction_set
@@ -159,9 +170,7 @@ def test_later_tokens_change_nothing_before_them(bits):
 def test_thread_counts_change_nothing(bits, causal):
     def compute():
         leaves = [x.requires_grad_() for x in inputs(150, 150, 64, 64, heads=3)]
-        out = native_unit_rows(
-            collision_sums(*leaves, keep_of(150), *sampling(64, bits=bits, heads=3), causal, False), 1e-30
-        )
+        out = collision_sums(*leaves, keep_of(150), *sampling(64, bits=bits, heads=3), causal, False, 1e-30)
         return out, *torch.autograd.grad(out[..., 0].square().sum(), leaves)
 
     same_for_any_threads(compute)
@@ -205,16 +214,15 @@ def test_reads_any_strides():
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_opcheck(needs_grad):
     q, k, v = (x.requires_grad_(needs_grad) for x in inputs(20, 17, 16, 5))
-    torch.library.opcheck(torch.ops.sparing.yoso, (q, k, v, keep_of(17), *sampling(16), False, False))
-    torch.library.opcheck(torch.ops.sparing.yoso, (q, k, v, None, *sampling(16, gaussian=True), True, True))
-    torch.library.opcheck(torch.ops.sparing.unit_rows, (q, 1e-12))
+    torch.library.opcheck(torch.ops.sparing.yoso, (q, k, v, keep_of(17), *sampling(16), False, False, 1e-12))
+    torch.library.opcheck(torch.ops.sparing.yoso, (q, k, v, None, *sampling(16, gaussian=True), True, True, None))
     torch.library.opcheck(torch.ops.sparing.yoso_codes, (q.detach(), *sampling(16)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_as_one_graph(dynamic):
     def compute(q, k, v, keep, *rest):
-        return native_unit_rows(collision_sums(q, k, v, keep, *rest, False, False), 1e-30)
+        return collision_sums(q, k, v, keep, *rest, False, False, 1e-30)
 
     compiled = torch.compile(compute, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for n in (40, 41):
@@ -227,9 +235,9 @@ def test_compiles_as_one_graph(dynamic):
 
 def test_gradients_of_gradients_are_refused():
     q, k, v = (x.requires_grad_() for x in inputs(20, 20, 16, 5))
-    out = collision_sums(q, k, v, None, *sampling(16), False, False)
-    for result in (out, native_unit_rows(q, 1e-12)):
-        (grad,) = torch.autograd.grad(result.square().sum(), q, create_graph=True)
+    for unit in (None, 1e-12):
+        out = collision_sums(q, k, v, None, *sampling(16), False, False, unit)
+        (grad,) = torch.autograd.grad(out[..., 0].square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
 
@@ -256,11 +264,33 @@ def test_sizes_are_checked_in_the_kernel(change, word):
     q, k, v = inputs(20, 17, 16, 5)
     names = ("streams", "bits", "seed", "purposes", "hashes", "gaussian")
     call = {"q": q, "k": k, "v": v, "keep": None, **dict(zip(names, sampling(16), strict=True))}
-    call |= {"causal": False, "exact": False}
+    call |= {"causal": False, "exact": False, "unit": 1e-12}
     with pytest.raises(RuntimeError, match=word):
         torch.ops.sparing.yoso(**{**call, **change})
     if "k" not in change and "v" not in change:
         with pytest.raises(RuntimeError, match=word):
-            torch.ops.sparing.yoso_backward(
-                torch.randn(2, 2, 20, 5), **{**call, **change}, to_q=True, to_k=True, to_v=True
-            )
+            _backward(**{**call, **change})
+
+
+def _backward(**call):
+    call = {"grad": torch.randn(2, 2, 20, 5), "out": torch.randn(2, 2, 20, 5), "inverse": torch.randn(2, 2, 20), **call}
+    return torch.ops.sparing.yoso_backward(**call, to_q=True, to_k=True, to_v=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"grad": torch.randn(2, 2, 21, 5)}, "grad"),
+        ({"out": torch.randn(2, 2, 20, 4)}, "out"),
+        ({"out": None}, "out and inverse"),
+        ({"inverse": torch.randn(2, 2, 19)}, "inverse"),
+    ],
+)
+def test_sizes_of_what_the_forward_pass_kept(change, word):
+    q, k, v = inputs(20, 17, 16, 5)
+    names = ("streams", "bits", "seed", "purposes", "hashes", "gaussian")
+    call = {"q": q, "k": k, "v": v, "keep": None, **dict(zip(names, sampling(16), strict=True))}
+    call |= {"causal": False, "exact": False, "unit": 1e-12}
+    assert [x.shape for x in _backward(**call)] == [q.shape, k.shape, v.shape]
+    with pytest.raises(RuntimeError, match=word):
+        _backward(**{**call, **change})

@@ -18,7 +18,6 @@ from sparing.maths.derivatives import once_differentiable
 from sparing.maths.hashing import HASHES_AT_ONCE, draw_names, is_gaussian
 from sparing.method import Cost, Method, Shape, Supports, knob
 from sparing.native import yoso as kernels
-from sparing.native.unit_rows import unit_rows as native_unit_rows
 from sparing.state import add_convolution, beside_convolution, check_width, convolution_of, learned_convolution
 
 _MOST_BITS = 16
@@ -128,8 +127,9 @@ class Yoso(Method):
         if call.noted:
             call.note(query_codes=kernels.codes(q, *sampling), key_codes=kernels.codes(k, *sampling))
         exact = self.gradient == "exact"
-        sums = kernels.collision_sums(q, k, self._values(v), call.keep, *sampling, call.is_causal, exact)
-        return self._normalized(sums, v, call, by=native_unit_rows)
+        unit = dense.smallest(q.dtype) if self.normalize == "l2" else None
+        sums = kernels.collision_sums(q, k, self._values(v), call.keep, *sampling, call.is_causal, exact, unit)
+        return self._normalized(sums, v, call, by=lambda rows, _: rows)  # divided already
 
     def _bits(self, k: Tensor, call: Call) -> Tensor:
         """(B or 1,) bits of each item's codes."""

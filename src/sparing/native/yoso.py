@@ -13,11 +13,11 @@ from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
 _SAMPLING = "Tensor streams, Tensor bits, int seed, int[] purposes, int hashes, bool gaussian"
-_CALL = f"Tensor q, Tensor k, Tensor v, Tensor? keep, {_SAMPLING}, bool causal, bool exact"
+_CALL = f"Tensor q, Tensor k, Tensor v, Tensor? keep, {_SAMPLING}, bool causal, bool exact, float? unit"
 schemas.define(f"yoso_codes(Tensor x, {_SAMPLING}) -> Tensor")
-schemas.define(f"yoso({_CALL}) -> Tensor")
+schemas.define(f"yoso({_CALL}) -> (Tensor out, Tensor inverse)")
 schemas.define(
-    f"yoso_backward(Tensor grad, {_CALL}, bool to_q, bool to_k, bool to_v)"
+    f"yoso_backward(Tensor grad, Tensor? out, Tensor? inverse, {_CALL}, bool to_q, bool to_k, bool to_v)"
     " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
@@ -44,19 +44,22 @@ def collision_sums(
     gaussian: bool,
     causal: bool,
     exact: bool,
+    unit: float | None = None,
 ) -> Tensor:
     """(B, H, n_q, e): the sum over the keys of the share of the hashes in which query and key collide, times the value.
 
     q, k: of any length; only their direction counts. v: of the type of q, or in bfloat16; sums are in the type of q.
     keep: (B, n_k), False for padded keys. streams: (H,), seed (as a signed number of 64 bits), purposes: the key of the
     random numbers; one purpose per group of hashes. bits: (B or 1,). gaussian: normal hyperplanes, not Hadamard
-    matrices. exact: the derivative of a weight is that of the probability of a collision, not the lower bound.
+    matrices. exact: the derivative of a weight is that of the probability of a collision, not the lower bound. unit:
+    rows are divided by their length; one without an entry as large as this number gives zeros and gets no gradient.
     """
     q, k, v = (adjacent(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
-    return torch.ops.sparing.yoso(
-        q, k, v, keep, streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian, causal, exact
+    out, _ = torch.ops.sparing.yoso(
+        q, k, v, keep, streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian, causal, exact, unit
     )
+    return out
 
 
 @torch.library.register_fake("sparing::yoso_codes", lib=schemas)
@@ -65,30 +68,34 @@ def _(x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Any, hashes
 
 
 @torch.library.register_fake("sparing::yoso", lib=schemas)
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(0 if others[-1] is None else q.shape[:3])
 
 
 @torch.library.register_fake("sparing::yoso_backward", lib=schemas)
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(
+    grad: Tensor, out: Tensor | None, inverse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
     wanted = zip((q, k, v), others[-3:], strict=True)
     return tuple(q.new_empty(x.shape if needed else 0) for x, needed in wanted)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, keep, streams, bits, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, keep, streams, bits)
+    # Rows of unit length and what they were divided by say all about the sums, which need not be kept then.
+    kept = (None, None) if ctx.settings[-1] is None else output
+    ctx.save_for_backward(*kept, q, k, v, keep, streams, bits)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, keep, streams, bits = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    out, inverse, q, k, v, keep, streams, bits = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     # The codes are drawn again: what is kept does not grow with the number of hashes.
     grads = torch.ops.sparing.yoso_backward(
-        adjacent(grad), q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
+        adjacent(grad), out, inverse, q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
     )
     grad_q, grad_k, grad_v = (g if wanted else None for g, wanted in zip(grads, needed, strict=True))
-    return grad_q, grad_k, None if grad_v is None else grad_v.to(v.dtype), *[None] * 9
+    return grad_q, grad_k, None if grad_v is None else grad_v.to(v.dtype), *[None] * 10
 
 
 differentiable("yoso", _backward, _setup)

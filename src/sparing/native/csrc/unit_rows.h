@@ -49,12 +49,12 @@ Shrink to_unit(const T* row, int64_t width, double smallest) {
 }
 
 template <class T>
-void unit_rows_forward(const UnitRows<T>& call, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t unit = row / call.tokens;
-    const T* x = call.x.at(unit / call.heads, unit % call.heads, row % call.tokens);
-    const Shrink unit_of = to_unit(x, call.width, call.smallest);
-    for (int64_t k = 0; k < call.width; ++k) call.out[row * call.width + k] = T(unit_of(double(x[k])));
+void unit_rows(const UnitRows<T>& call, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    T* row = call.rows + r * call.width;
+    const Shrink unit_of = to_unit(row, call.width, call.smallest);
+    for (int64_t k = 0; k < call.width; ++k) row[k] = T(unit_of(double(row[k])));
+    call.inverse[r] = T(unit_of.first * unit_of.second);
   }
 }
 
@@ -74,10 +74,31 @@ SPARING_INLINE void unit_row_backward(const T* x, const T* grad, int64_t width, 
 }
 
 template <class T>
-void unit_rows_backward(const UnitRows<T>& call, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t unit = row / call.tokens, item = unit / call.heads, head = unit % call.heads;
-    unit_row_backward(call.x.at(item, head, row % call.tokens), call.grad.at(item, head, row % call.tokens), call.width,
-                      call.smallest, 1.0, call.out + row * call.width);
+void find_along(const Values<T>& values, int64_t begin, int64_t end) {
+  constexpr int step = lanes<double>;
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t unit = r / values.tokens, item = unit / values.heads, head = unit % values.heads;
+    const T *x = values.x.at(item, head, r % values.tokens), *u = values.unit.at(item, head, r % values.tokens);
+    Vec<double> sums{};
+    int64_t k = 0;
+    for (; k + step <= values.width; k += step) sums += widened(u + k) * widened(x + k);
+    double along = folded<double>(sums);
+    for (; k < values.width; ++k) along += double(u[k]) * double(x[k]);
+    values.along[r] = along;
   }
+}
+
+// `count` entries of a token's row, from `first` on.
+template <class T>
+SPARING_INLINE void read_values(const Values<T>& values, int64_t item, int64_t head, int64_t token, int64_t first,
+                                int64_t count, T* to) {
+  const T* x = values.x.at(item, head, token) + first;
+  if (!values.unit.data) {
+    for (int64_t k = 0; k < count; ++k) to[k] = x[k];
+    return;
+  }
+  const T* unit = values.unit.at(item, head, token) + first;
+  const int64_t row = (item * values.heads + head) * values.tokens + token;
+  const double along = values.along[row], inverse = double(values.inverse[row]);
+  for (int64_t k = 0; k < count; ++k) to[k] = T((double(x[k]) - double(unit[k]) * along) * inverse);
 }

@@ -8,8 +8,8 @@
 template <class T>
 constexpr YosoKernels<T> yoso_kernels() {
   return {
-      .unit_rows_forward = unit_rows_forward<T>,
-      .unit_rows_backward = unit_rows_backward<T>,
+      .unit_rows = unit_rows<T>,
+      .find_along = find_along<T>,
       .hash_scratch = yoso::hash_scratch<T>,
       .hash_tasks = yoso::hash_tasks<T>,
       .hash_codes = yoso::hash_codes<T>,

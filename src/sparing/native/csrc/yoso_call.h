@@ -8,13 +8,24 @@ namespace sparing {
 
 inline constexpr int64_t kHashesAtOnce = 32;  // codes of so many hashes exist at the same time, as in hashing.py
 
-// Rows of all heads divided by their length.
+// Rows divided by their length, in place.
 template <class T>
 struct UnitRows {
-  Tokens<const T> x, grad;
+  T* rows;  // [rows][width]
+  int64_t width;
+  double smallest;  // a row without an entry as large becomes zeros
+  T* inverse;       // [rows] 1 / length; 0 for such rows
+};
+
+// Values of tokens, or gradients; where `unit` is given, gradients with respect to these rows of unit length, of which
+// those with respect to the rows before their division are wanted: (x - unit (unit . x)) / length.
+template <class T>
+struct Values {
+  Tokens<const T> x;
   int64_t heads, tokens, width;
-  double smallest;  // a row without an entry as large gives zeros and gets no gradient
-  T* out;           // contiguous
+  Tokens<const T> unit;  // null: none
+  const T* inverse;      // [items][heads][tokens] 1 / length
+  double* along;         // the same; unit . x
 };
 
 // The queries or the keys of a call. `counts[item]` of them take part, those at places[item * tokens ...], in order.
@@ -50,8 +61,8 @@ enum class Order : int32_t { all, past, future };  // past: a token sees those a
 template <class T>
 struct TableSums {
   Coded from, to;
-  Tokens<const T> values;
-  Tokens<const uint16_t> short_values;  // the same in bfloat16; null where `values` is not
+  Values<T> values;
+  Tokens<const uint16_t> short_values;  // in their place, in bfloat16; or null
   int64_t items, heads, width, hashes;
   const int32_t* bits;
   int64_t most_bits;
@@ -66,8 +77,8 @@ struct TableSums {
 template <class T>
 struct PairSums {
   Coded queries, keys;
-  Tokens<const T> grads, values;  // [width]: the gradient of the output at the queries, and the values of the keys
-  Tokens<const T> q, k;           // [depth], of any length
+  Values<T> grads, values;  // the gradient of the sums at the queries, and the values of the keys
+  Tokens<const T> q, k;     // [depth], of any length
   int64_t items, heads, depth, width, hashes;
   const int32_t* bits;
   int64_t most_bits;
@@ -79,8 +90,8 @@ struct PairSums {
 
 template <class T>
 struct YosoKernels {
-  void (*unit_rows_forward)(const UnitRows<T>&, int64_t begin, int64_t end);
-  void (*unit_rows_backward)(const UnitRows<T>&, int64_t begin, int64_t end);
+  void (*unit_rows)(const UnitRows<T>&, int64_t begin, int64_t end);
+  void (*find_along)(const Values<T>&, int64_t begin, int64_t end);
   // Working memory in entries of T, the number of tasks, and the work from task `begin` to `end`.
   int64_t (*hash_scratch)(const HashCodes<T>&);
   int64_t (*hash_tasks)(const HashCodes<T>&);

@@ -8,42 +8,7 @@ namespace {
 using Optional = std::optional<Tensor>;
 using Numbers = std::vector<int64_t>;
 
-template <class T>
-UnitRows<T> rows_of(const Tensor& x, double smallest) {
-  STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
-  UnitRows<T> call{};
-  call.x = tokens<T>("x", x, x.size(0), x.size(1), x.size(2), x.size(3));
-  call.heads = x.size(1), call.tokens = x.size(2), call.width = x.size(3);
-  call.smallest = smallest;
-  return call;
-}
-
 constexpr int64_t kRowsOfATask = 256;
-
-Tensor unit_rows(Tensor x, double smallest) {
-  return with_type("x", x, [&]<class T>() {
-    UnitRows<T> call = rows_of<T>(x, smallest);
-    Tensor out = fresh(x, {x.size(0), x.size(1), x.size(2), x.size(3)}, type_of<T>());
-    call.out = out.mutable_data_ptr<T>();
-    torch::stable::parallel_for(0, x.size(0) * call.heads * call.tokens, kRowsOfATask, [&](int64_t begin, int64_t end) {
-      kernels().of<T>().yoso.unit_rows_forward(call, begin, end);
-    });
-    return out;
-  });
-}
-
-Tensor unit_rows_backward(Tensor grad, Tensor x, double smallest) {
-  return with_type("x", x, [&]<class T>() {
-    UnitRows<T> call = rows_of<T>(x, smallest);
-    call.grad = tokens<T>("grad", grad, x.size(0), x.size(1), x.size(2), x.size(3));
-    Tensor out = fresh(x, {x.size(0), x.size(1), x.size(2), x.size(3)}, type_of<T>());
-    call.out = out.mutable_data_ptr<T>();
-    torch::stable::parallel_for(0, x.size(0) * call.heads * call.tokens, kRowsOfATask, [&](int64_t begin, int64_t end) {
-      kernels().of<T>().yoso.unit_rows_backward(call, begin, end);
-    });
-    return out;
-  });
-}
 
 int64_t hashes_at_once(int64_t hashes) { return hashes < kHashesAtOnce ? hashes : kHashesAtOnce; }
 
@@ -122,8 +87,9 @@ void run(const TableSums<T>& sums) {
                  [&](int64_t begin, int64_t end, T* scratch) { use.table_sums(sums, begin, end, scratch); });
 }
 
-Tensor forward(Tensor q, Tensor k, Tensor v, Optional keep, Tensor streams, Tensor bits, int64_t seed, Numbers purposes,
-               int64_t hashes, bool gaussian, bool causal, bool exact) {
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, Tensor streams, Tensor bits,
+                                   int64_t seed, Numbers purposes, int64_t hashes, bool gaussian, bool causal,
+                                   bool exact, std::optional<double> unit) {
   static_cast<void>(exact);  // only the backward pass differs
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
@@ -137,10 +103,16 @@ Tensor forward(Tensor q, Tensor k, Tensor v, Optional keep, Tensor streams, Tens
       if (is_short)
         sums.short_values = short_tokens("v", v, call.items, call.heads, call.keys, call.width);
       else
-        sums.values = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
+        sums.values.x = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
       run(sums);
     }
-    return out;
+    if (!unit) return std::make_tuple(out, fresh(q, {0}, type_of<T>()));
+    Tensor inverse = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
+    const UnitRows<T> rows{out.mutable_data_ptr<T>(), call.width, *unit, inverse.mutable_data_ptr<T>()};
+    torch::stable::parallel_for(
+        0, call.items * call.heads * call.queries, kRowsOfATask,
+        [&](int64_t begin, int64_t end) { kernels().of<T>().yoso.unit_rows(rows, begin, end); });
+    return std::make_tuple(out, inverse);
   });
 }
 
@@ -151,26 +123,49 @@ void run(const PairSums<T>& sums) {
                  [&](int64_t begin, int64_t end, T* scratch) { use.pair_sums(sums, begin, end, scratch); });
 }
 
-// Where no gradient is wanted, an empty tensor.
+// The gradient of the sums, from that of the output: `out` and `inverse` are those of the forward pass.
 template <class T>
-Tensor gradient(const Tensor& like, bool wanted, int64_t items, int64_t heads, int64_t count, int64_t width) {
+Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Optional& out, const Optional& inverse,
+                           bool unit, std::vector<double>& along) {
+  Values<T> values{};
+  values.x = tokens<T>("grad", grad, call.items, call.heads, call.queries, call.width);
+  if (!unit) return values;
+  STD_TORCH_CHECK(out && inverse, "out and inverse must be given for rows of unit length");
+  values.heads = call.heads, values.tokens = call.queries, values.width = call.width;
+  values.unit = tokens<T>("out", *out, call.items, call.heads, call.queries, call.width);
+  values.inverse = packed<T>("inverse", *inverse, {call.items, call.heads, call.queries});
+  along.resize(size_t(call.items * call.heads * call.queries));
+  values.along = along.data();
+  torch::stable::parallel_for(
+      0, int64_t(along.size()), kRowsOfATask,
+      [&](int64_t begin, int64_t end) { kernels().of<T>().yoso.find_along(values, begin, end); });
+  return values;
+}
+
+// Where no gradient is wanted, an empty tensor. Only padded tokens are not written later.
+template <class T>
+Tensor gradient(const Tensor& like, bool wanted, bool padded, int64_t items, int64_t heads, int64_t count,
+                int64_t width) {
   if (!wanted) return fresh(like, {0}, type_of<T>());
   Tensor grad = fresh(like, {items, heads, count, width}, type_of<T>());
-  std::memset(grad.mutable_data_ptr<T>(), 0, size_t(items * heads * count * width) * sizeof(T));  // for padded keys
+  if (padded) std::memset(grad.mutable_data_ptr<T>(), 0, size_t(items * heads * count * width) * sizeof(T));
   return grad;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor q, Tensor k, Tensor v, Optional keep, Tensor streams,
-                                            Tensor bits, int64_t seed, Numbers purposes, int64_t hashes, bool gaussian,
-                                            bool causal, bool exact, bool to_q, bool to_k, bool to_v) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Optional out, Optional inverse, Tensor q, Tensor k, Tensor v,
+                                            Optional keep, Tensor streams, Tensor bits, int64_t seed, Numbers purposes,
+                                            int64_t hashes, bool gaussian, bool causal, bool exact,
+                                            std::optional<double> unit, bool to_q, bool to_k, bool to_v) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
     const Call<T> call(q, k, v.size(3), keep, streams, bits, seed, purposes, hashes, gaussian);
-    const Tokens<const T> grads = tokens<T>("grad", grad, call.items, call.heads, call.queries, call.width);
+    std::vector<double> along;
+    const Values<T> grads = gradient_of_sums(call, grad, out, inverse, unit.has_value(), along);
     const Tokens<const T> values = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
-    Tensor grad_q = gradient<T>(q, to_q, call.items, call.heads, call.queries, call.depth);
-    Tensor grad_k = gradient<T>(q, to_k, call.items, call.heads, call.keys, call.depth);
-    Tensor grad_v = gradient<T>(q, to_v, call.items, call.heads, call.keys, call.width);
+    const bool padded = keep.has_value();
+    Tensor grad_q = gradient<T>(q, to_q, false, call.items, call.heads, call.queries, call.depth);
+    Tensor grad_k = gradient<T>(q, to_k, padded, call.items, call.heads, call.keys, call.depth);
+    Tensor grad_v = gradient<T>(q, to_v, padded, call.items, call.heads, call.keys, call.width);
     for (const Chunk& chunk : call.sampling.chunks) {
       hash_sides<T>(call.sampling, chunk, call.items, call.heads, call.depth, {&call.q, &call.k});
       if (to_v) {
@@ -182,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor q, Tensor k, Ten
       if (!to_q && !to_k) continue;
       PairSums<T> pairs{};
       pairs.queries = call.q.coded, pairs.keys = call.k.coded;
-      pairs.grads = grads, pairs.values = values, pairs.q = call.q.x, pairs.k = call.k.x;
+      pairs.grads = grads, pairs.values.x = values, pairs.q = call.q.x, pairs.k = call.k.x;
       pairs.items = call.items, pairs.heads = call.heads, pairs.depth = call.depth, pairs.width = call.width;
       pairs.hashes = chunk.hashes, pairs.bits = call.sampling.bits.data(), pairs.most_bits = call.sampling.most_bits;
       pairs.causal = causal, pairs.exact = exact;
@@ -199,8 +194,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor q, Tensor k, Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
-  library.impl("unit_rows", TORCH_BOX(&unit_rows));
-  library.impl("unit_rows_backward", TORCH_BOX(&unit_rows_backward));
   library.impl("yoso_codes", TORCH_BOX(&codes));
   library.impl("yoso", TORCH_BOX(&forward));
   library.impl("yoso_backward", TORCH_BOX(&backward));

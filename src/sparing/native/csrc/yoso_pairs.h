@@ -115,11 +115,11 @@ struct Pairs {
     return row(side, token) + work.wide + work.deep;
   }
 
-  void gather_rows(const PairSide<T>& side, const Tokens<const T>& lefts, const Tokens<const T>& points) const {
+  void gather_rows(const PairSide<T>& side, const Values<T>& lefts, const Tokens<const T>& points) const {
     for (int64_t j = 0; j < side.count; ++j) {
       T* to = row(side, j);
-      const T* left = lefts.at(item, head, side.places[j]);
-      for (int64_t e = 0; e < work.wide; ++e) to[e] = e < call.width ? left[e] : T(0);
+      read_values(lefts, item, head, side.places[j], 0, call.width, to);
+      for (int64_t e = call.width; e < work.wide; ++e) to[e] = T(0);
       const T* point = points.at(item, head, side.places[j]);
       const Shrink unit_of = to_unit(point, call.depth, kNoDirection);
       for (int64_t k = 0; k < work.deep; ++k) to[work.wide + k] = k < call.depth ? T(unit_of(double(point[k]))) : T(0);

@@ -170,8 +170,7 @@ void cut_slice(const TableSums<T>& call, int64_t item, int64_t head, int64_t fir
       const uint16_t* value = call.short_values.at(item, head, place) + first;
       for (int64_t x = 0; x < wide; ++x) to[x] = T(from_bfloat16(value[x]));
     } else {
-      const T* value = call.values.at(item, head, place) + first;
-      for (int64_t x = 0; x < wide; ++x) to[x] = value[x];
+      read_values(call.values, item, head, place, first, wide, to);
     }
     for (int64_t x = wide; x < kLine<T>; ++x) to[x] = T(0);
   }
