@@ -301,3 +301,16 @@ def test_importing_loads_no_optional_package_and_touches_no_generator():
 def test_public_names_exist():
     for name in sparing.__all__:
         assert hasattr(sparing, name)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("spec", "knob"),
+    [("random_features(features={})", "features"), ("linformer(rank={})", "rank"), ("lsh(rounds={})", "rounds")],
+)
+def test_tables_that_no_memory_holds_are_refused_before_they_are_made(spec, knob, impl):
+    q = torch.randn(1, 2, 16, 8)
+    with pytest.raises(MemoryError, match=rf"{knob}=1000000000000 needs tables of about .* GiB, .* lower {knob}"):
+        sparing.attention(q, q, q, method=spec.format(10**12), seed=0, impl=impl)
+    with pytest.raises(ValueError, match="bits=17 must be at most 16"):
+        sparing.method("yoso(bits=17)")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sparing.method import Method, Projection, Unsupported
+from sparing.method import Method, Projection, Shape, Unsupported
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -133,6 +135,7 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str, state
             asked.append("attn_mask")
         if asked:
             refuse(f"a gradient for {', '.join(asked)}", "call it under torch.no_grad() or detach its inputs")
+    _check_tables(method, inputs)
     if state is not None and type(method).learned is Method.learned:
         raise ValueError(f"state={type(state).__name__}: {label} learns nothing; pass state=None")
     if impl == "native" and type(method).native is Method.native:
@@ -223,3 +226,34 @@ def _size(tensor: Tensor) -> str:
 
 def _kind(value: object) -> str:
     return f"{value.dtype} {_size(value)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_tables(method: Method, inputs: Inputs) -> None:
+    """Refuse settings that this machine's memory cannot hold, before anything is allocated."""
+    query = inputs.tensors[0][1]
+    if method.budget is None or type(method).cost is Method.cost or query.device.type != "cpu":
+        return
+    batch, heads, _, width = query.shape
+    needed, there = _table_bytes(method, batch, heads, width, inputs.value_dim), _memory()
+    if needed > there:
+        raise MemoryError(
+            f"{method.name}: {method.budget}={getattr(method, method.budget)} needs tables of about "
+            f"{needed / 2**30:.3g} GiB, and this machine has {there / 2**30:.3g}; lower {method.budget}"
+        )
+
+
+@lru_cache(maxsize=256)
+def _table_bytes(method: Method, batch: int, heads: int, head_dim: int, value_dim: int) -> float:
+    """What a call takes by its settings alone: on a single token."""
+    return method.cost(
+        Shape(batch=batch, heads=heads, queries=1, keys=1, head_dim=head_dim, value_dim=value_dim, in_features=1)
+    ).bytes
+
+
+@cache
+def _memory() -> float:
+    """Of this machine; without a limit where it does not tell."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
