@@ -49,16 +49,16 @@ def test_buckets_are_those_of_float64(isa, n, d, rows, dtype):
     x = inputs(n, d, 1, heads=3, dtype=dtype)[0]
     x[0, 0, 0] = 0.0  # bucket 0
     if n > 8:
-        x[0, 1, 1], x[0, 1, 2] = x[0, 1, 1] * 1e-30, x[0, 1, 2] * 1e18  # not to be rounded to 16 bits
+        x[0, 1, 1], x[0, 1, 2] = x[0, 1, 1] * 1e-30, x[0, 1, 2] * 1e18  # not to be rounded
         x[0, 1, 3, 1:] = 0.0
-        x[0, 1, 4, 0] = 1e4  # the others vanish in 16 bits
+        x[0, 1, 4, 0] = 1e4  # the others vanish when rounded
     with native.instruction_set(isa):
         buckets_equal(x, rotations(3, rows, 2, d), torch.tensor([2 * rows]))
         buckets_equal(x, rotations(3, rows, 2, d), torch.tensor([max(rows // 2 * 2, 1), 1]))
 
 
 @every_instruction_set
-def test_buckets_of_rows_that_16_bits_cannot_tell_apart(isa):
+def test_buckets_of_rows_that_rounding_cannot_tell_apart(isa):
     """Rotations in near-equal pairs: only float64 knows which is the larger; and in equal ones: the first."""
     x = inputs(200, 16, 1)[0]
     normals = rotations(2, 12, 1, 16)
@@ -67,6 +67,17 @@ def test_buckets_of_rows_that_16_bits_cannot_tell_apart(isa):
     normals[:, 5] = normals[:, 4]
     with native.instruction_set(isa):
         buckets_equal(x, normals, torch.tensor([24]))
+
+
+@every_instruction_set
+@pytest.mark.parametrize("d", [64, 100])
+def test_buckets_where_the_sums_of_rounded_numbers_are_as_large_as_they_can_be(isa, d):
+    """Tokens along their rows, all entries of one size: sums in 16 bits would overflow, were tokens not scaled down."""
+    signs = rotations(2, 30, 1, d).sign()
+    x = (3.0 * signs[:, :, 0]).float().expand(2, 2, 30, d)
+    with native.instruction_set(isa):
+        buckets_equal(x, signs, torch.tensor([60]))
+        buckets_equal(-x, signs, torch.tensor([60]))
 
 
 def test_buckets_read_any_strides_and_many_tokens():

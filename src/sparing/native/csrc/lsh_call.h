@@ -6,6 +6,13 @@ namespace sparing {
 
 // Arguments of the kernels of hash-bucket attention (lsh in Python). Included by kernels.h.
 
+// The largest norms among the rows of a rotation, scaled to what was rounded.
+struct RotationBounds {
+  double norm;   // of a row
+  double error;  // of what rounding changed
+  double part;   // of the part of a rounded row that is summed in 16 bits
+};
+
 // argmax([-R x; R x]) for several rotations R.
 template <class T>
 struct RotationHash {
@@ -13,9 +20,10 @@ struct RotationHash {
   const double* rotations;  // [heads][rows][rounds][depth]
   const int64_t* used;      // [items] how many of the rows an item uses
   int64_t items, heads, tokens, depth, rows, rounds;
-  int32_t* rounded;  // [heads][rounds][rounded_size] the rotations in 16 bits, a pair in each number
-  double* slack;     // [heads][rounds], the largest norm of a row's rounding error
-  int32_t* out;      // [rounds][items][heads][tokens]
+  int32_t* rounded;        // [heads][rounds][rounded_size] the rotations in 8 bits, four entries in each number
+  RotationBounds* bounds;  // [heads][rounds]
+  T* near;                 // [heads][rounds][rows][depth] the rotations, scaled as before they were rounded
+  int32_t* out;            // [rounds][items][heads][tokens]
 };
 
 // Which keys the queries of one head look at in one round: those at the places from, from + 1, ... of the list of keys

@@ -1,47 +1,57 @@
 // Buckets by random rotations (rotation_buckets in Python).
 //
-// The largest of |R x| is looked for in 16-bit integers, which are multiplied twice as fast as float32; how far the
+// The largest of |R x| is looked for in 8-bit integers, which are multiplied four times as fast as float32; how far the
 // rounding can move a product is known, and rows that could still be the largest are compared in float64. The bucket
 // is therefore the one that float64 finds.
 
 inline constexpr int kHashed = kWide * lanes<float>;  // tokens that are hashed together
 inline constexpr int kHashBlock = 8 * kHashed;        // tokens of a task
-inline constexpr double kRoundedNorm = 32000.0;       // of rounded vectors: an entry fits 16 bits, a product 31
 
-// The sums of the products of two pairs of 16-bit numbers, in each lane.
-SPARING_INLINE Vec<int32_t> pair_products(Vec<int32_t> a, Vec<int32_t> b) {
-#if defined(__x86_64__) && SPARING_BYTES == 64 && !defined(SPARING_EMULATE_AVX512)
-  return reinterpret_cast<Vec<int32_t>>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__x86_64__) && SPARING_BYTES == 32
-  return reinterpret_cast<Vec<int32_t>>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#elif defined(__x86_64__) && SPARING_BYTES == 16
-  return reinterpret_cast<Vec<int32_t>>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
-#else
-  return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
+#include "lsh_rounding.h"
 
-// out[i][lane] = rows[.][i] . columns[.][lane] for i < kDeep
-SPARING_INLINE void pair_tile(const int32_t* rows, int64_t pairs, const int32_t* columns, int32_t* out) {
+SPARING_INLINE Vec<int32_t> size_of(Vec<int32_t> x) { return larger<int32_t>(x, -x); }
+
+// out[i][lane] = rows[.][i] . columns[.][lane] for i < kDeep; raises `top` to the largest sizes of the first `count`
+SPARING_INLINE void byte_tile(const int32_t* rows, int64_t count, int64_t words, const int32_t* columns,
+                              Vec<int32_t>* top, int32_t* out) {
   constexpr int kLanes = lanes<int32_t>;
-  Vec<int32_t> sums[kDeep][kWide] = {};
-  for (int64_t k = 0; k < pairs; ++k) {
-    Vec<int32_t> column[kWide];
-    for (int j = 0; j < kWide; ++j) column[j] = load<int32_t>(columns + k * kHashed + j * kLanes);
-    for (int i = 0; i < kDeep; ++i) {
-      const Vec<int32_t> x = all(rows[k * kDeep + i]);
-      for (int j = 0; j < kWide; ++j) sums[i][j] += pair_products(x, column[j]);
+  for (int64_t first = 0; first < words; first += kSegment) {
+    const int64_t last = first + kSegment < words ? first + kSegment : words;
+    Vec<uint16_t> sums[kDeep][kWide];
+    for (int i = 0; i < kDeep; ++i)
+      for (int j = 0; j < kWide; ++j) sums[i][j] = reinterpret_cast<Vec<uint16_t>>(all(rows[i]));
+    rows += kDeep;
+    for (int64_t k = first; k < last; ++k, rows += kDeep) {
+      Vec<int32_t> column[kWide];
+      for (int j = 0; j < kWide; ++j) column[j] = load<int32_t>(columns + k * kHashed + j * kLanes);
+      for (int i = 0; i < kDeep; ++i) {
+        const Vec<int32_t> x = all(rows[i]);
+        for (int j = 0; j < kWide; ++j) sums[i][j] += byte_products(column[j], x);
+      }
+    }
+    Vec<int32_t> totals[kDeep][kWide];
+    for (int i = 0; i < kDeep; ++i)
+      for (int j = 0; j < kWide; ++j) totals[i][j] = halves_added(sums[i][j]);
+    const auto at = [&](int i, int j) { return out + i * kHashed + j * kLanes; };
+    if (first > 0)
+      for (int i = 0; i < kDeep; ++i)
+        for (int j = 0; j < kWide; ++j) totals[i][j] += load<int32_t>(at(i, j));
+    for (int i = 0; i < kDeep; ++i)
+      for (int j = 0; j < kWide; ++j) store<int32_t>(at(i, j), totals[i][j]);
+    if (last < words) continue;
+    if (count >= kDeep) {
+      for (int i = 0; i < kDeep; ++i)
+        for (int j = 0; j < kWide; ++j) top[j] = larger<int32_t>(top[j], size_of(totals[i][j]));
+    } else {
+      for (int i = 0; i < count; ++i)
+        for (int j = 0; j < kWide; ++j) top[j] = larger<int32_t>(top[j], size_of(load<int32_t>(at(i, j))));
     }
   }
-  for (int i = 0; i < kDeep; ++i)
-    for (int j = 0; j < kWide; ++j) store<int32_t>(out + i * kHashed + j * kLanes, sums[i][j]);
 }
 
-SPARING_INLINE int32_t pair_of(int32_t low, int32_t high) { return (low & 0xffff) | int32_t(uint32_t(high) << 16); }
-
 template <class T>
-int64_t hash_pairs(const RotationHash<T>& call) {
-  return (call.depth + 1) / 2;
+int64_t hash_words(const RotationHash<T>& call) {
+  return (call.depth + 3) / 4;
 }
 
 template <class T>
@@ -50,78 +60,42 @@ int64_t hash_tiles(const RotationHash<T>& call) {  // of kDeep rows, the last fi
 }
 
 template <class T>
+int64_t rounded_row(const RotationHash<T>& call) {  // words of a row, and one more for each of its segments
+  return hash_words(call) + (hash_words(call) + kSegment - 1) / kSegment;
+}
+
+template <class T>
 int64_t rounded_size(const RotationHash<T>& call) {
-  return hash_tiles(call) * kDeep * hash_pairs(call);
+  return hash_tiles(call) * kDeep * rounded_row(call);
+}
+
+template <class T>
+SPARING_INLINE const double* rotation_row(const RotationHash<T>& call, int64_t head, int64_t round, int64_t row) {
+  return call.rotations + ((head * call.rows + row) * call.rounds + round) * call.depth;
 }
 
 template <class T>
 void round_rotations(const RotationHash<T>& call, int64_t begin, int64_t end) {
-  const int64_t pairs = hash_pairs(call);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t head = task / call.rounds, round = task % call.rounds;
-    const auto row = [&](int64_t i) {
-      return call.rotations + ((head * call.rows + i) * call.rounds + round) * call.depth;
-    };
-    double longest = 0.0;
-    for (int64_t i = 0; i < call.rows; ++i) {
-      double square = 0.0;
-      for (int64_t k = 0; k < call.depth; ++k) square += row(i)[k] * row(i)[k];
-      longest = square > longest ? square : longest;
-    }
-    longest = __builtin_sqrt(longest);
-    const double scale = longest > 0.0 ? kRoundedNorm / longest : 0.0;
-    double worst = 0.0;
+    double largest = 0.0;
+    for (int64_t i = 0; i < call.rows; ++i)
+      for (int64_t k = 0; k < call.depth; ++k) {
+        const double size = __builtin_fabs(rotation_row(call, head, round, i)[k]);
+        largest = size > largest ? size : largest;
+      }
+    const double scale = largest > 0.0 ? kLargestInRow / largest : 0.0;
     int32_t* table = call.rounded + task * rounded_size(call);
     for (int64_t i = 0; i < rounded_size(call); ++i) table[i] = 0;
+    RotationBounds squares{};
     for (int64_t i = 0; i < call.rows; ++i) {
-      int32_t* to = table + i / kDeep * kDeep * pairs + i % kDeep;
-      double square = 0.0;
-      const auto rounded = [&](int64_t k) {
-        if (k >= call.depth) return 0;
-        const double exact = row(i)[k] * scale;
-        const int32_t near = int32_t(exact + (exact < 0.0 ? -0.5 : 0.5));
-        square += (exact - near) * (exact - near);
-        return near;
-      };
-      for (int64_t p = 0; p < pairs; ++p) {
-        const int32_t low = rounded(2 * p), high = rounded(2 * p + 1);
-        to[p * kDeep] = pair_of(low, high);
-      }
-      worst = square > worst ? square : worst;
+      const double* row = rotation_row(call, head, round, i);
+      round_row(row, call.depth, scale, squares, table + i / kDeep * kDeep * rounded_row(call) + i % kDeep);
+      T* near = call.near + (task * call.rows + i) * call.depth;
+      for (int64_t k = 0; k < call.depth; ++k) near[k] = T(scale * row[k]);
     }
-    call.slack[task] = __builtin_sqrt(worst);
+    call.bounds[task] = {__builtin_sqrt(squares.norm), __builtin_sqrt(squares.error), __builtin_sqrt(squares.part)};
   }
-}
-
-// Writes token x, scaled and rounded, to columns[.][lane]. Returns the norm of its rounding error (a little more), or
-// -1 where x is too small or too large for that.
-template <class T>
-SPARING_INLINE double round_token(const T* x, int64_t depth, int32_t* columns, T* buffer) {
-  typedef Int<T> Bits __attribute__((may_alias));
-  constexpr T kNearest = sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0);  // leaves integers in the low bits
-  Vec<T> squares{}, errors{};
-  int64_t k = 0;
-  for (; k + lanes<T> <= depth; k += lanes<T>) squares += load<T>(x + k) * load<T>(x + k);
-  T square = sum<T>(squares), error = T(0);
-  for (; k < depth; ++k) square += x[k] * x[k];
-  const bool usual = square > T(1e-30) && square < T(1e30);
-  const T scale = usual ? T(kRoundedNorm / __builtin_sqrt(double(square))) : T(0);
-  for (k = 0; usual && k + lanes<T> <= depth; k += lanes<T>) {
-    const Vec<T> exact = load<T>(x + k) * scale, shifted = exact + kNearest, off = exact - (shifted - kNearest);
-    errors += off * off;
-    store<T>(buffer + k, shifted);
-  }
-  for (; usual && k < depth; ++k) {
-    const T exact = x[k] * scale, shifted = exact + kNearest, off = exact - (shifted - kNearest);
-    error += off * off;
-    buffer[k] = shifted;
-  }
-  if (!usual)
-    for (k = 0; k < depth; ++k) buffer[k] = kNearest;
-  if (depth % 2) buffer[depth] = kNearest;
-  const Bits* bits = reinterpret_cast<const Bits*>(buffer);
-  for (k = 0; k < depth; k += 2) columns[k / 2 * kHashed] = pair_of(int32_t(bits[k]), int32_t(bits[k + 1]));
-  return usual ? __builtin_sqrt(double(sum<T>(errors) + error)) * 1.001 + 0.02 : -1.0;
 }
 
 template <class T>
@@ -132,84 +106,143 @@ double exact_product(const T* x, const double* row, int64_t depth) {
 }
 
 template <class T>
+SPARING_INLINE T near_product(const T* x, const T* row, int64_t depth) {
+  constexpr int kAtOnce = 4;  // sums, as the processor adds several while it waits for one
+  Vec<T> sums[kAtOnce] = {};
+  int64_t k = 0;
+  for (; k + kAtOnce * lanes<T> <= depth; k += kAtOnce * lanes<T>)
+    for (int i = 0; i < kAtOnce; ++i) sums[i] += load<T>(x + k + i * lanes<T>) * load<T>(row + k + i * lanes<T>);
+  for (; k + lanes<T> <= depth; k += lanes<T>) sums[0] += load<T>(x + k) * load<T>(row + k);
+  Vec<T> folded = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int step = 1; step < lanes<T>; step *= 2)
+    folded = interleave<T, 0>(folded, folded) + interleave<T, 1>(folded, folded);
+  T total = folded[0];
+  for (; k < depth; ++k) total += x[k] * row[k];
+  return total;
+}
+
+template <class T>
 int64_t hash_tasks(const RotationHash<T>& call) {
   return call.items * call.heads * ((call.tokens + kHashBlock - 1) / kHashBlock);
 }
 
 template <class T>
-int64_t hash_buffer(const RotationHash<T>& call) {  // for round_token, in int32
-  return ((call.depth + 1) * int64_t(sizeof(T) / sizeof(int32_t)) + 15) / 16 * 16;
-}
-
-template <class T>
 int64_t hash_scratch(const RotationHash<T>& call) {
-  const int64_t columns = hash_pairs(call) * kHashBlock, products = hash_tiles(call) * kDeep * kHashed;
-  return columns + products + hash_buffer(call);
+  const int64_t words = hash_words(call), rows = hash_tiles(call) * kDeep;
+  return words * kHashBlock + (1 + int64_t(sizeof(T) / sizeof(int32_t))) * rows * kHashed + 2 * rows;
 }
 
-// Buckets of the tokens of one strip in one round, from the products of their roundings.
-template <class T>
-SPARING_INLINE void find_buckets(const RotationHash<T>& call, const int32_t* products, int64_t rows, int64_t head,
-                                 int64_t round, const T* const* tokens, const double* errors, int64_t count,
-                                 int32_t* out) {
+// Rows that could be the largest for some lane, and the lanes for which they could.
+struct CandidateRows {
+  int32_t* row;
+  uint32_t* of_lanes;
+  int64_t count;
+};
+
+// Collects the rows whose products reach `least` in some lane.
+SPARING_INLINE void find_candidates(const int32_t* products, int64_t rows, const int32_t* least, CandidateRows& found) {
   constexpr int kLanes = lanes<int32_t>;
-  const double slack = call.slack[head * call.rounds + round];
-  const auto row = [&](int64_t i) {
-    return call.rotations + ((head * call.rows + i) * call.rounds + round) * call.depth;
-  };
-  int32_t best[kHashed], apart[kHashed], needed[kHashed];
-  for (int j = 0; j < kWide; ++j) {
-    Vec<int32_t> top = all(int32_t(-1)), next = top, at{}, now{};
-    for (int64_t i = 0; i < rows; ++i, now += 1) {
-      const Vec<int32_t> product = load<int32_t>(products + i * kHashed + j * kLanes);
-      const Vec<int32_t> size = product < 0 ? -product : product;
-      next = larger<int32_t>(next, size < top ? size : top);
-      at = size > top ? now : at;
-      top = larger<int32_t>(top, size);
-    }
-    store<int32_t>(apart + j * kLanes, top - next);
-    store<int32_t>(best + j * kLanes, at);
+  Vec<int32_t> limit[kWide];
+  for (int j = 0; j < kWide; ++j) limit[j] = load<int32_t>(least + j * kLanes);
+  int32_t* row = found.row;
+  uint32_t* of_lanes = found.of_lanes;
+  for (int64_t i = 0; i < rows; ++i) {
+    uint32_t reach = 0;
+    for (int j = 0; j < kWide; ++j)
+      reach |= held<float>(size_of(load<int32_t>(products + i * kHashed + j * kLanes)) >= limit[j]) << (j * kLanes);
+    *row = int32_t(i), *of_lanes = reach;
+    row += reach != 0, of_lanes += reach != 0;  // a branch could not be predicted
   }
-  // |x.r - x'.r'| <= |x - x'| |r| + |x'| |r - r'|; the norm of x' is that of x, which float32 knows to 0.001, and more.
-  // Two products may move towards each other.
-  for (int64_t r = 0; r < count; ++r)
-    needed[r] = int32_t(2.0 * (errors[r] * kRoundedNorm + (1.001 * kRoundedNorm + errors[r]) * slack + 1.0));
+  found.count = row - found.row;
+}
+
+// Products of the candidates with the tokens they are for, in T; zero for other lanes.
+template <class T>
+SPARING_INLINE void near_products(const RotationHash<T>& call, int64_t table, const T* const* tokens,
+                                  const CandidateRows& found, T* products) {
+  const T* rows = call.near + table * call.rows * call.depth;
+  for (int64_t c = 0; c < found.count; ++c, products += kHashed) {
+    const T* row = rows + found.row[c] * call.depth;
+    for (int r = 0; r < kHashed; r += lanes<T>) store<T>(products + r, Vec<T>{});
+    for (uint32_t left = found.of_lanes[c]; left; left &= left - 1) {
+      const int r = __builtin_ctz(left);
+      products[r] = near_product(tokens[r], row, call.depth);
+    }
+  }
+}
+
+// Buckets of `count` tokens of one strip in one round, from the products of the candidates.
+template <class T>
+SPARING_INLINE void find_buckets(const RotationHash<T>& call, int64_t head, int64_t round, int64_t rows,
+                                 const T* const* tokens, const RoundedToken* known, int64_t count,
+                                 const CandidateRows& found, const T* products, int32_t* out) {
+  T apart[kHashed];
+  Int<T> best[kHashed];
+  for (int r = 0; r < kHashed; r += lanes<T>) {
+    Vec<T> top = all(T(-1)), next = top;
+    IntVec<T> at{}, now{};
+    for (int64_t c = 0; c < found.count; ++c, now += 1) {
+      const Vec<T> product = load<T>(products + c * kHashed + r), size = larger<T>(product, -product);
+      next = larger<T>(next, size < top ? size : top);
+      at = size > top ? now : at;
+      top = larger<T>(top, size);
+    }
+    store<T>(apart + r, top - next);
+    store<Int<T>>(best + r, at);
+  }
+  // The largest error of two sums in float32, of which each term was rounded before.
+  const double unsure = 3.0 * double(call.depth + 2) * 6e-8 * call.bounds[head * call.rounds + round].norm;
   for (int64_t r = 0; r < count; ++r) {
-    const bool known = errors[r] >= 0.0;
-    if (known && apart[r] > needed[r]) {
-      out[r] = best[r] + (products[best[r] * kHashed + r] > 0 ? int32_t(rows) : 0);
-      continue;
-    }
-    const auto size = [&](int64_t i) { return __builtin_abs(products[i * kHashed + r]); };
-    const int32_t limit = known ? size(best[r]) - needed[r] : -1;
+    out[r] = found.row[best[r]] + (products[best[r] * kHashed + r] > T(0) ? int32_t(rows) : 0);
+    if (known[r].usual && (sizeof(T) == 8 || double(apart[r]) > unsure * known[r].length)) continue;
     double top = -1.0, along = 0.0;
-    for (int64_t i = 0; i < rows; ++i) {
-      if (size(i) < limit) continue;
-      const double product = exact_product(tokens[r], row(i), call.depth);
-      if (__builtin_fabs(product) > top) top = __builtin_fabs(product), along = product, out[r] = int32_t(i);
+    for (int64_t c = 0; c < found.count; ++c) {
+      if (!(found.of_lanes[c] >> r & 1)) continue;
+      const double product = exact_product(tokens[r], rotation_row(call, head, round, found.row[c]), call.depth);
+      if (__builtin_fabs(product) > top) top = __builtin_fabs(product), along = product, out[r] = found.row[c];
     }
-    if (top < 0.0) out[r] = 0;
     if (along > 0.0) out[r] += int32_t(rows);
   }
 }
 
+// What the products of rounded numbers have to reach, so that they could belong to the largest row; `top` is the
+// largest. |x.r - x'.r'| <= |x - x'| |r| + |x'| |r - r'|, and two products may move towards each other.
+SPARING_INLINE void find_least(const Vec<int32_t>* top, const RotationBounds& bounds, const RoundedToken* known,
+                               int64_t count, int32_t* least) {
+  for (int j = 0; j < kWide; ++j) store<int32_t>(least + j * lanes<int32_t>, top[j]);
+  for (int64_t r = 0; r < count; ++r) {
+    const double moved = known[r].error * bounds.norm + known[r].norm * bounds.error + 1.0;
+    least[r] = known[r].usual ? least[r] - int32_t(2.0 * moved) : 0;
+  }
+  for (int64_t r = count; r < kHashed; ++r) least[r] = 0x7fffffff;
+}
+
 template <class T>
 void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scratch) {
-  const int64_t pairs = hash_pairs(call), blocks = (call.tokens + kHashBlock - 1) / kHashBlock;
-  T* buffer = reinterpret_cast<T*>(scratch);
-  int32_t* columns = scratch + hash_buffer(call);
-  int32_t* products = columns + pairs * kHashBlock;
+  const int64_t words = hash_words(call), blocks = (call.tokens + kHashBlock - 1) / kHashBlock;
+  const int64_t most = hash_tiles(call) * kDeep;
+  int32_t *columns = scratch, *products = columns + words * kHashBlock;
+  T* near = reinterpret_cast<T*>(products + most * kHashed);
+  CandidateRows found{};
+  found.row = reinterpret_cast<int32_t*>(near + most * kHashed);
+  found.of_lanes = reinterpret_cast<uint32_t*>(found.row + most);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / blocks, item = unit / call.heads, head = unit % call.heads;
     const int64_t start = task % blocks * kHashBlock;
     const int64_t count = call.tokens - start < kHashBlock ? call.tokens - start : kHashBlock;
     const int64_t rows = call.used[item];
+    double part = 1.0;
+    for (int64_t round = 0; round < call.rounds; ++round) {
+      const double one = call.bounds[head * call.rounds + round].part;
+      part = one > part ? one : part;
+    }
     const T* tokens[kHashBlock];
-    double errors[kHashBlock];
-    for (int64_t i = 0; rows && i < pairs * kHashBlock; ++i) columns[i] = 0;
+    RoundedToken known[kHashBlock];
+    for (int64_t i = 0; rows && i < words * kHashBlock; ++i) columns[i] = 0;
     for (int64_t i = 0; rows && i < count; ++i) {
       tokens[i] = call.x.at(item, head, start + i);
-      errors[i] = round_token(tokens[i], call.depth, columns + i / kHashed * pairs * kHashed + i % kHashed, buffer);
+      known[i] = round_token(tokens[i], call.depth, kLargestSum / part,
+                             columns + i / kHashed * words * kHashed + i % kHashed);
     }
     for (int64_t round = 0; round < call.rounds; ++round) {
       int32_t* out = call.out + (round * call.items * call.heads + unit) * call.tokens + start;
@@ -220,9 +253,15 @@ void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scra
           for (int64_t r = 0; r < some; ++r) out[first + r] = 0;
           continue;
         }
+        Vec<int32_t> top[kWide] = {};
         for (int64_t i = 0; i < rows; i += kDeep)
-          pair_tile(rotated + i * pairs, pairs, columns + first * pairs, products + i * kHashed);
-        find_buckets(call, products, rows, head, round, tokens + first, errors + first, some, out + first);
+          byte_tile(rotated + i * rounded_row(call), rows - i, words, columns + first * words, top,
+                    products + i * kHashed);
+        int32_t least[kHashed];
+        find_least(top, call.bounds[head * call.rounds + round], known + first, some, least);
+        find_candidates(products, rows, least, found);
+        near_products(call, head * call.rounds + round, tokens + first, found, near);
+        find_buckets(call, head, round, rows, tokens + first, known + first, some, found, near, out + first);
       }
     }
   }

@@ -25,9 +25,11 @@ Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
     const int64_t tables = call.heads * call.rounds;
     const LshKernels<T>& use = kernels().of<T>().lsh;
     Tensor rounded = fresh(x, {tables, use.rounded_size(call)}, ScalarType::Int);
-    Tensor slack = fresh(x, {tables}, ScalarType::Double);
+    Tensor near = fresh(x, {tables, call.rows, call.depth}, type_of<T>());
+    std::vector<RotationBounds> bounds(static_cast<size_t>(tables));
     call.rounded = rounded.mutable_data_ptr<int32_t>();
-    call.slack = slack.mutable_data_ptr<double>();
+    call.near = near.mutable_data_ptr<T>();
+    call.bounds = bounds.data();
     in_parallel<int32_t>(tables, 1, 0,
                          [&](int64_t begin, int64_t end, int32_t*) { use.round_rotations(call, begin, end); });
     in_parallel<int32_t>(use.hash_tasks(call), 1, use.hash_scratch(call),
