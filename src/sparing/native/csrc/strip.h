@@ -97,7 +97,7 @@ SPARING_INLINE Vec<float> exponential_below(Vec<float> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const IntVec<float> power = (reinterpret_cast<IntVec<float>>(shifted) << 23) + (127 << 23);
+  const Vec<uint32_t> power = (reinterpret_cast<Vec<uint32_t>>(shifted) << 23) + (127u << 23);
   return x < -87.336540f ? Vec<float>{} : p * reinterpret_cast<Vec<float>>(power);
 }
 
