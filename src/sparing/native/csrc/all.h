@@ -38,7 +38,7 @@ constexpr KernelsOf<T> kernels_of() {
       .attend = attend_kernels<T>(),
       .features = feature_kernels<T>(),
       .inverse = inverse_kernels<T>(),
-      .lsh = {rounded_size<T>, round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>, lsh_blocks<T>,
+      .lsh = {rounded_size<T>, round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>,
               lsh_forward<T>, lsh_backward<T>},
       .projection = projection_kernels<T>(),
       .received = received_kernels<T>(),

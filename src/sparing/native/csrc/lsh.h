@@ -1,12 +1,11 @@
 // Softmax over the keys that hash rounds show (lsh in Python).
 
-inline constexpr int64_t kLshBlock = 512;  // queries of a task
-
 // Copies of the keys that neighbouring strips look at in one round: sorted keys lie anywhere in memory, and a page of
 // memory has to be found for each.
 template <class T>
 struct LshWindow {
   int64_t low, high;           // places
+  int64_t fetched;             // the place up to which memory was asked for
   int32_t *token, *place;      // [window], [rounds][window]: the key at a place, and its place in earlier rounds
   T *keys, *values;            // [window][padded depth or width]
   T *key_grads, *value_grads;  // the same, backward only
@@ -76,22 +75,50 @@ int64_t fitting(const Lsh<T>& call, const Arcs& now, int64_t first, int64_t most
   return count;
 }
 
-// Copies the keys that the sorted queries from `first` on look at; returns how many queries that serves.
+// Copies the keys from the end of the window to place `high`.
 template <class T>
-int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round,
-                      int64_t first, int64_t most) {
+void extend_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round,
+                   int64_t high) {
   const int64_t item = unit / call.heads, head = unit % call.heads, valid = call.counts[item];
   const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
-  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, also around the end
-  const int64_t count = fitting(call, arcs[round], first, most, limit, &window.low, &window.high);
-  for (int64_t p = window.low; p < window.high; ++p) {
-    const int64_t c = p - window.low, token = arcs[round].order[p < 0 ? p + valid : p];
+  for (; window.high < high; ++window.high) {
+    const int64_t p = window.high, c = p - window.low, token = arcs[round].order[p < 0 ? p + valid : p];
     window.token[c] = int32_t(token);
     copy_row<T>(call.k.at(item, head, token), call.depth, deep, window.keys + c * deep);
     copy_row<T>(call.v.at(item, head, token), call.width, wide, window.values + c * wide);
     for (int64_t e = 0; call.once && e < round; ++e) window.place[e * call.window + c] = arcs[e].place[token];
   }
+}
+
+// Copies the keys that the sorted queries from `first` on look at; returns how many queries that serves.
+template <class T>
+int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round,
+                      int64_t first, int64_t most) {
+  const int64_t valid = call.counts[unit / call.heads];
+  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, also around the end
+  int64_t high;
+  const int64_t count = fitting(call, arcs[round], first, most, limit, &window.low, &high);
+  window.high = window.fetched = window.low;
+  extend_window(window, call, arcs, unit, round, high);
   return count;
+}
+
+// Moves the window on to the places from `low` to `high`, of which it mostly has copies.
+template <class T>
+void slide_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t low,
+                  int64_t high) {
+  const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  if (low < window.low || low > window.high) window.low = window.high = window.fetched = low;
+  if (high - window.low > call.window) {
+    const int64_t gone = low - window.low, kept = window.high - low;
+    for (int64_t i = 0; i < kept; ++i) window.token[i] = window.token[gone + i];
+    for (int64_t e = 0; call.once && e < round; ++e)
+      for (int64_t i = e * call.window; i < e * call.window + kept; ++i) window.place[i] = window.place[gone + i];
+    copy_row<T>(window.keys + gone * deep, kept * deep, kept * deep, window.keys);
+    copy_row<T>(window.values + gone * wide, kept * wide, kept * wide, window.values);
+    window.low = low;
+  }
+  extend_window(window, call, arcs, unit, round, high);
 }
 
 // Takes as many of the sorted queries from `first` on, at most `most`, as fit together.
@@ -122,11 +149,10 @@ void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int6
   strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
 }
 
-// Asks for the rows that the next strip and the next window will need.
+// Asks for the rows that the next strips will need: queries and sums of the next, keys of the one after it.
 template <class T>
-void fetch_next(const LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, const Arcs& now, int64_t unit,
-                int64_t next, int64_t passed) {
-  const int64_t item = unit / call.heads, head = unit % call.heads;
+void fetch_next(LshWindow<T>& window, const Lsh<T>& call, const Arcs& now, int64_t unit, int64_t next) {
+  const int64_t item = unit / call.heads, head = unit % call.heads, most = 4 * kStrip<T>;
   const auto fetch = [](const T* row, int64_t width) {
     for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, 0, 2);
   };
@@ -134,7 +160,11 @@ void fetch_next(const LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<
     fetch(call.q.at(item, head, now.sorted[i]), call.depth);
     fetch(call.out + (unit * call.queries + now.sorted[i]) * call.width, call.width);
   }
-  for (int64_t p = window.high + passed; p < call.counts[item] && p < window.high + passed + strip.count; ++p) {
+  const int64_t ahead = now.sorted[next + 2 * kStrip<T> < call.queries ? next + 2 * kStrip<T> : call.queries - 1];
+  const int64_t begin = window.fetched > window.high ? window.fetched : window.high;
+  const int64_t end = now.from[ahead] + now.length[ahead];
+  window.fetched = end < begin + most ? end : begin + most;
+  for (int64_t p = begin < 0 ? 0 : begin; p < window.fetched; ++p) {
     fetch(call.k.at(item, head, now.order[p]), call.depth);
     fetch(call.v.at(item, head, now.order[p]), call.width);
   }
@@ -265,11 +295,6 @@ void finish_query(const Lsh<T>& call, int64_t unit, int64_t i) {
 }
 
 template <class T>
-int64_t lsh_blocks(const Lsh<T>& call) {
-  return (call.queries + kLshBlock - 1) / kLshBlock;
-}
-
-template <class T>
 int64_t lsh_scratch(const Lsh<T>& call, bool backward) {
   LshWindow<T> window{};
   LshStrip<T> strip{};
@@ -277,21 +302,19 @@ int64_t lsh_scratch(const Lsh<T>& call, bool backward) {
 }
 
 template <class T>
-void lsh_forward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t block, T* scratch) {
+void lsh_forward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t first, int64_t last,
+                 T* scratch) {
   LshWindow<T> window{};
   LshStrip<T> strip{};
   lay_out_lsh<T>(&window, &strip, call, scratch, false);
-  const int64_t last = (block + 1) * kLshBlock < call.queries ? (block + 1) * kLshBlock : call.queries;
-  for (int64_t first = block * kLshBlock; first < last;) {
-    const int64_t begin = first, end = first + gather_window(window, call, arcs, unit, round, first, last - first);
-    for (; first < end; first += strip.count) {
-      gather_strip(strip, call, arcs, unit, round, first, end - first);
-      fetch_next(strip, window, call, arcs[round], unit, first + strip.count, first - begin);
-      strip_scores(strip, window, call, unit, round);
-      absorb_strip(strip, window, call, unit, round == 0);
-      if (round + 1 == call.rounds)
-        for (int64_t r = 0; r < strip.count; ++r) finish_query(call, unit, strip.query[r]);
-    }
+  for (; first < last; first += strip.count) {
+    gather_strip(strip, call, arcs, unit, round, first, last - first);
+    slide_window(window, call, arcs, unit, round, strip.low, strip.high);
+    fetch_next(window, call, arcs[round], unit, first + strip.count);
+    strip_scores(strip, window, call, unit, round);
+    absorb_strip(strip, window, call, unit, round == 0);
+    if (round + 1 == call.rounds)
+      for (int64_t r = 0; r < strip.count; ++r) finish_query(call, unit, strip.query[r]);
   }
 }
 
@@ -378,12 +401,11 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
   }
   for (int64_t round = 0; round < call.rounds; ++round)
     for (int64_t first = 0; first < call.queries;) {
-      const int64_t begin = first;
       const int64_t end = first + gather_window(window, call, arcs, unit, round, first, call.queries - first);
       move_grads<T, false>(window, call, unit);
       for (; first < end; first += strip.count) {
         gather_strip(strip, call, arcs, unit, round, first, end - first);
-        fetch_next(strip, window, call, arcs[round], unit, first + strip.count, first - begin);
+        fetch_next(window, call, arcs[round], unit, first + strip.count);
         strip_scores(strip, window, call, unit, round);
         strip_backward(strip, window, call, unit, delta);
       }

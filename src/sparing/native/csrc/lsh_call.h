@@ -66,9 +66,10 @@ struct LshKernels {
   int64_t (*hash_tasks)(const RotationHash<T>&);
   void (*hash)(const RotationHash<T>&, int64_t begin, int64_t end, int32_t* scratch);
   int64_t (*scratch)(const Lsh<T>&, bool backward);  // in entries of T
-  int64_t (*blocks)(const Lsh<T>&);                  // tasks of one head
-  // A block of one head in one round; the rounds in their order. `arcs` holds those of the head's rounds.
-  void (*forward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, int64_t round, int64_t block, T* scratch);
+  // The sorted queries of one head from `first` to `last` in one round; the rounds in their order. `arcs` holds those
+  // of the head's rounds.
+  void (*forward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, int64_t round, int64_t first, int64_t last,
+                  T* scratch);
   // All of one head.
   void (*backward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, T* scratch);
 };

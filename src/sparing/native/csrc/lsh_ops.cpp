@@ -6,6 +6,8 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
+constexpr int64_t kBlock = 512;  // queries that are worth a thread
+
 Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
   return with_type("x", x, [&]<class T>() {
     STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
@@ -152,18 +154,18 @@ template <class T>
 void attend_by_head(const Described<T>& all, int64_t* hits) {
   const Lsh<T>& call = all.call;
   const LshKernels<T>& use = kernels().of<T>().lsh;
-  const int64_t own = use.scratch(call, false), blocks = use.blocks(call);
+  const int64_t own = use.scratch(call, false);
   in_parallel<T>(call.items * call.heads, 1, own + all.arc_memory(), [&](int64_t begin, int64_t end, T* scratch) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const std::vector<Arcs> arcs = all.arcs_of(unit, reinterpret_cast<int32_t*>(scratch + own));
       count_hits(call, arcs, hits + unit * call.queries);
-      for (int64_t i = 0; i < call.rounds * blocks; ++i)
-        use.forward(call, arcs.data(), unit, i / blocks, i % blocks, scratch);
+      for (int64_t round = 0; round < call.rounds; ++round)
+        use.forward(call, arcs.data(), unit, round, 0, call.queries, scratch);
     }
   });
 }
 
-// One head after the other, the blocks of a round side by side: for fewer heads than threads.
+// One head after the other, the queries of a round side by side: for fewer heads than threads.
 template <class T>
 void attend_by_block(const Described<T>& all, int64_t* hits) {
   const Lsh<T>& call = all.call;
@@ -177,9 +179,8 @@ void attend_by_block(const Described<T>& all, int64_t* hits) {
     });
     count_hits(call, arcs, hits + unit * call.queries);
     for (int64_t round = 0; round < call.rounds; ++round)
-      in_parallel<T>(use.blocks(call), 1, use.scratch(call, false), [&](int64_t begin, int64_t end, T* scratch) {
-        for (int64_t block = begin; block < end; ++block)
-          use.forward(call, arcs.data(), unit, round, block, scratch);
+      in_parallel<T>(call.queries, kBlock, use.scratch(call, false), [&](int64_t begin, int64_t end, T* scratch) {
+        use.forward(call, arcs.data(), unit, round, begin, end, scratch);
       });
   }
 }
