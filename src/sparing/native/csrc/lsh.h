@@ -387,8 +387,8 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
   for (int64_t i = 0; i < call.queries; ++i) {
     const T *out = call.out + (unit * call.queries + i) * call.width, *grad = call.grad.at(item, head, i);
     const T lse_grad = call.lse_grad[unit * call.queries + i];
-    // Rounded as strip_dots() rounds: where one key has all the weight, its slope is then zero, as it should be.
-    delta[i] = dot(out, grad, call.width) - lse_grad;
+    delta[i] = -lse_grad;
+    for (int64_t e = 0; e < call.width; ++e) delta[i] += out[e] * grad[e];
     bool shown = false;
     for (int64_t round = 0; round < call.rounds && !shown; ++round) shown = arcs[round].length[i] > 0;
     if (shown || call.lse[unit * call.queries + i] == kNever<T>) continue;

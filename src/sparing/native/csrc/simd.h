@@ -72,20 +72,6 @@ SPARING_INLINE T largest(Vec<T> x) {
   return top;
 }
 
-// x . y, summed and rounded as the products of tiles (tile.h, strip.h) sum and round it.
-template <class T>
-SPARING_INLINE T dot(const T* x, const T* y, int64_t width) {
-  T total = 0;
-#if SPARING_BYTES >= 32 || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  for (int64_t k = 0; k < width; ++k)
-    total = sizeof(T) == 4 ? T(__builtin_fmaf(float(x[k]), float(y[k]), float(total)))
-                           : T(__builtin_fma(double(x[k]), double(y[k]), double(total)));
-#else
-  for (int64_t k = 0; k < width; ++k) total += x[k] * y[k];
-#endif
-  return total;
-}
-
 // Whether any lane of a comparison holds.
 template <class T>
 SPARING_INLINE bool any(IntVec<T> mask) {

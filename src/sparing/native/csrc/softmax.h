@@ -155,11 +155,19 @@ void start_backward(
   rows(grads, block.width, block.grad_rows);
   transpose<T>(grads, count, block.width, T(1), block.grads);
   for (int64_t i = 0; i < block.depth * kRows; ++i) block.query_grads[i] = T(0);
+  // The same products as those of the slopes, of which the diagonal counts: where one key has all the weight, output and
+  // value are the same numbers, and the slope is exactly zero, as it should be.
+  static_assert(kStrip<T> <= kKeys && kRows % kStrip<T> == 0);
+  for (int64_t strip = 0; strip < count; strip += kStrip<T>) {
+    const int64_t some = count - strip < kStrip<T> ? count - strip : kStrip<T>;
+    dots_strip<T>(out + strip, some, block.width, block.grads + strip, block.slopes);
+    for (int64_t r = strip; r < strip + some; ++r)
+      block.top[r] = block.slopes[(r - strip) * kRows + (r - strip)] - lse_grads[r];
+  }
   for (int64_t r = 0; r < kRows; ++r) {
     const bool sees = r < count && lse[r] != kNever<T>;
     block.total[r] = sees ? lse[r] : -kNever<T>;
-    // Rounded as dots() rounds: where one key has all the weight, its slope is then zero, as it should be.
-    block.top[r] = sees ? dot(out[r], grads[r], block.width) - lse_grads[r] : T(0);
+    if (!sees) block.top[r] = T(0);
   }
 }
 
