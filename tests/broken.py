@@ -270,6 +270,13 @@ class SilentSecondDerivative(Broken):
         return FirstDerivativeOnly.apply(super().reference(q, k, v, call))
 
 
+class LosesTangents(Broken):
+    name = "_loses_tangents"
+
+    def reference(self, q, k, v, call):
+        return torch.autograd.forward_ad.unpack_dual(super().reference(q, k, v, call)).primal
+
+
 class FutureGradient(Broken):
     """A straight-through term: no output depends on later values, but their gradient does not vanish."""
 

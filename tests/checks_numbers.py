@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import sparing
 from sparing import Projection, Shape
@@ -161,6 +163,28 @@ def second_derivative(row: Row, impl: str) -> None:
     except RuntimeError as error:
         right = bool(re.search("once_differentiable|derivative for .* is not implemented", str(error)))
     assert right, f"{row.spec}: wrong second derivative"
+
+
+@check("forward mode", differentiable)
+def forward_mode(row: Row, impl: str) -> None:
+    """The derivative along a direction is right, or refused by an error: never silently lost (float64)."""
+    x = make(row.method, batch=1, n_q=6, d=4, e=3, dtype=torch.float64, sharpness=0.7)
+    along = [torch.randn(t.shape, generator=torch.Generator().manual_seed(4), dtype=t.dtype) for t in x.leaves()]
+
+    def f(*leaves: Tensor) -> Tensor:
+        q, k, payload = leaves
+        return run(row.method, replace(x, q=q, k=k).with_payload(payload), impl=impl)
+
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's rules for some ops come from its old compiler
+        try:
+            found = forward_ad.unpack_dual(f(*map(forward_ad.make_dual, x.leaves(), along))).tangent
+        except (RuntimeError, NotImplementedError):  # torch's own words: not every op of it has a rule
+            return
+    step = 1e-6
+    ahead, back = (f(*(t + sign * step * a for t, a in zip(x.leaves(), along, strict=True))) for sign in (1, -1))
+    assert found is not None, f"{row.spec}: the tangent was lost"
+    close(row, "forward mode", found, (ahead - back) / (2 * step), 1e-6)
 
 
 @check("gradient at full budget", lambda row: differentiable(row) and _full(row) and "gradient" not in row.skip)

@@ -41,6 +41,7 @@ CONTROLS = [
     (broken.GradientToPaddedQueries(), "gradient stays out"),
     (broken.GradientOfEmptyRows(), "gradient stays out"),
     (broken.SilentSecondDerivative(), "second derivative"),
+    (broken.LosesTangents(), "forward mode"),
     (broken.FutureGradient(), "causal leak"),
     (broken.DetachedKeys(), "gradient at full budget"),
     (broken.ReachesNothing(), "nan stays"),

@@ -209,8 +209,7 @@ def _native_is_current(cls: type[Method]) -> bool:
 
 def _why_not_native(chosen: Method, q: Tensor) -> str:
     if not native.ready(q):
-        why = native.info().reason or "they take float32 and float64 on the CPU"
-        return f"no kernels run for {chosen.name} on {q.device} in {q.dtype}: {why}"
+        return f"no kernels run for {chosen.name}: {native.why_not(q)}"
     return f"the kernels of {chosen} do not cover this call"
 
 

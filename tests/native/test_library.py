@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import sparing
 from sparing import native
@@ -78,3 +79,12 @@ def test_a_subclass_with_other_mathematics_does_not_inherit_the_kernel():
     assert bool((sparing.attention(q, q, q, method=Zero(size=4)) == 0).all())
     with pytest.raises(sparing.Unsupported, match="impl='native'"):
         sparing.attention(q, q, q, method=Zero(size=4), impl="native")
+
+
+@needs_kernels
+def test_native_says_why_it_cannot():
+    q = torch.randn(1, 1, 8, 4)
+    with native.switched_off(), pytest.raises(sparing.Unsupported, match=r"window: .*switched_off\(\) is in force"):
+        sparing.attention(q, q, q, method="window", impl="native")
+    with forward_ad.dual_level(), pytest.raises(sparing.Unsupported, match="no forward-mode derivative"):
+        sparing.attention(q, q, q, method="window", impl="native")

@@ -46,6 +46,6 @@ class _Refusal(torch.autograd.Function):
 def refuse(*_: Any) -> NoReturn:
     """The backward pass of a gradient that has none."""
     raise RuntimeError(
-        "a second derivative of attention was asked for, and this gradient is once_differentiable; "
-        "use impl='reference' if the method has second derivatives at all"
+        "a second derivative of attention was asked for, and this gradient is once_differentiable; a method that has "
+        "a second derivative gives it with impl='reference'"
     )

@@ -4,6 +4,6 @@ Every op has its schema and its shape function here, whether or not the compiled
 what was loaded.
 """
 
-from sparing.native.library import Info, info, instruction_set, ready, switched_off
+from sparing.native.library import Info, info, instruction_set, ready, switched_off, why_not
 
-__all__ = ["Info", "info", "instruction_set", "ready", "switched_off"]
+__all__ = ["Info", "info", "instruction_set", "ready", "switched_off", "why_not"]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 schemas = torch.library.Library("sparing", "DEF")  #: every module of this package defines its ops on it
 
@@ -59,9 +60,25 @@ def _tell_once() -> None:
         warnings.warn(f"sparing runs without its kernels, on plain PyTorch: {_reason}", stacklevel=2)
 
 
-def ready(tensor: Tensor) -> bool:
-    """Whether kernels are loaded that can work on this tensor: on the CPU, in float32 or float64."""
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0  # inside dual_level(), which torch.func.jvp enters too
+
+
+def why_not(tensor: Tensor) -> str:
+    """Why `ready` is false."""
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64):
+        return f"they take float32 and float64 on the CPU, not {tensor.dtype} on {tensor.device}"
+    if _forward_mode():
+        return "they have no forward-mode derivative"
+    return _reason or "sparing.native.switched_off() is in force"
+
+
+def ready(tensor: Tensor) -> bool:
+    """Whether kernels are loaded that can work on this tensor: on the CPU, in float32 or float64.
+
+    Not in forward-mode differentiation, in which an op without a rule of its own loses the tangent silently.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64) or _forward_mode():
         return False
     _tell_once()
     return _library is not None and not _off
