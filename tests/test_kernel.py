@@ -275,3 +275,13 @@ def test_refusals():
         run("kernel(kind=gaussian)", x, scale=-1.0)
     with pytest.raises(sparing.Unsupported, match="kernel does not support an additive attn_mask"):
         run("kernel", x, attn_mask=torch.randn(40, 40))
+
+
+@pytest.mark.parametrize("normalize", ["row", "none"])
+def test_gaussian_weights_keep_their_digits_far_from_the_origin(normalize):
+    q, k, v = (0.5 * torch.randn(3, 1, 2, 50, 16, generator=torch.Generator().manual_seed(1))).unbind(0)
+    q, k = q + 100, k + 100
+    spec = f"kernel(kind=gaussian, normalize={normalize})"
+    wanted = sparing.attention(q.double(), k.double(), v.double(), method=spec, impl="reference")
+    found = sparing.attention(q, k, v, method=spec)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()

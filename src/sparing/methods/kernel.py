@@ -125,12 +125,14 @@ class Kernel(Method):
         """`exp` and `gaussian` by row are softmax attention, for which torch has a fused kernel."""
         if self.kind == "exp":
             return method("exact").fast(q, k, v, call)
-        # |q|^2 cancels, and -|k|^2 / 2 is one more coordinate. The fused kernel wants all widths equal.
-        d, e = q.shape[-1], v.shape[-1]
+        # |q|^2 cancels, and -|k|^2 / 2 is one more coordinate; in float64, for the reason of _distances_by_product. The
+        # fused kernel wants all widths equal.
+        d, e, dtype = q.shape[-1], v.shape[-1], q.dtype
+        q, k, v = q.double(), k.double(), v.double()
         width = max(d + 1, e)
         q = pad(torch.cat([q, torch.ones_like(q[..., :1])], dim=-1), (0, width - d - 1))
         k = pad(torch.cat([k, k.square().sum(-1, keepdim=True) / -2], dim=-1), (0, width - d - 1))
-        return method("exact").fast(q, k, pad(v, (0, width - e)), call)[..., :e]
+        return method("exact").fast(q, k, pad(v, (0, width - e)), call)[..., :e].to(dtype)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The dense product, some queries at a time, without the keys that causality hides from all of them."""
