@@ -482,6 +482,7 @@ def test_without_matplotlib_it_says_so_and_goes_on(tmp_path, capsys, monkeypatch
         (["--seconds", "nan"], "seconds=nan"),
         (["--out", "FILE"], "is a file"),
         (["--out", "FILE/inside"], "cannot be written to"),
+        (["--out", "/proc/none"], "cannot be written to"),
     ],
 )
 def test_mistakes_give_one_line_and_status_2_and_leave_nothing(arguments, words, capsys, tmp_path):

@@ -37,7 +37,7 @@ class Lsh(Method):
 
     rounds: independent hash rounds.
     chunk: keys per chunk; a query sees two chunks per round.
-    buckets: buckets per round, even; None for twice the valid keys of the sequence / chunk, rounded.
+    buckets: buckets per round, even, at most 65536; None for twice the valid keys of the sequence / chunk, rounded.
     combine: "union": every key that some round shows counts once. "sum" (the papers'): as often as it was shown.
         "ips": keys of the query's own bucket only, each divided by its probability 1 - (1 - p)^rounds of colliding
         in some round, p being the law of the rotation hash for the angle between query and key. The sums are then
@@ -56,7 +56,7 @@ class Lsh(Method):
 
     rounds: int = knob(4, minimum=1)
     chunk: int = knob(64, minimum=1)
-    buckets: int | None = knob(None, kind=int, minimum=2)
+    buckets: int | None = knob(None, kind=int, minimum=2, maximum=2**16)
     combine: str = knob("union", choices=("union", "sum", "ips"))
     align: str = knob("bucket", choices=("bucket", "rank"))
 

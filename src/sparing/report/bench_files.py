@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from sparing.measure.results import SDPA, SDPA_BF16, SDPA_PROJECTION, Bench
 from sparing.report.bench import sides
@@ -62,12 +63,15 @@ def write_plot(bench: Bench, path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse, before anything is measured, a folder that cannot be written to; nothing is created yet."""
+    """Refuse, before anything is measured, a folder that cannot be written to; nothing remains of the try."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out={str(folder)!r} is a file; name a folder")
     parent = next((p for p in (folder, *folder.absolute().parents) if p.exists()), folder)
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"out={str(folder)!r} cannot be written to; name another folder")
+    try:
+        with TemporaryDirectory(dir=parent):
+            pass
+    except OSError:
+        raise ValueError(f"out={str(folder)!r} cannot be written to; name another folder") from None
 
 
 @contextmanager
