@@ -48,7 +48,7 @@ sanitize: $(READY)
 		--build-lib build/sanitize --build-temp build/sanitize/temp
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 SPARING_NATIVE_LIBRARY="$$(ls $(CURDIR)/build/sanitize/sparing/native/_kernels*.so)" \
-		$(BIN)/python -m pytest -p no:cacheprovider tests/native
+		$(BIN)/python -m pytest -n auto --dist worksteal -p no:cacheprovider tests/native
 
 clean:
 	rm -rf .venv build dist src/sparing/native/_kernels*.so src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

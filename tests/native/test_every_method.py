@@ -80,5 +80,6 @@ def compare(row: Row, isa: str, n: int, d: int, e: int, groups: int, kind: str |
 def test_kernels_err_no_more_than_their_specification(row, isa):
     causal = row.supports.causal
     calls = ((1, None, False), (2, "left", False), (3, "holes", causal))
-    ran = [compare(row, isa, *shape, *call) for shape in SHAPES for call in calls]
+    shapes = SHAPES[2:4] if row in BITS else SHAPES
+    ran = [compare(row, isa, *shape, *call) for shape in shapes for call in calls]
     assert any(ran) == (row.spec not in WITHOUT), f"{row.spec} ran by kernels on {sum(ran)} of {len(ran)} calls"
