@@ -14,11 +14,12 @@ from sparing.maths.sampling import sample_counts
 from sparing.methods import monte_carlo
 
 from inputs import keys_mask, make, padding
+from kernel_tools import needs_kernels
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("alpha", [0.0, 1e-3, 1e-300])
-@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("impl", ["reference", pytest.param("auto", marks=needs_kernels)])
 def test_no_error_allowed_is_bitwise_exact(setting, alpha, impl):
     """What exact attention gives where it runs in the same way: by its specification, or as fast as it can."""
     q, k, value = problem(heads=4, kv_heads=2, n_q=9, batch=2)
