@@ -6,14 +6,14 @@ import torch
 import sparing
 from sparing import native
 from sparing.call import Call
-from sparing.draws import Draws
+from sparing.draws import Draws, checksum
 from sparing.methods.linformer import Linformer
-from sparing.native.signs import sign_projection, tag
+from sparing.native.signs import sign_projection
 
 from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
-SIGNS = tag("linformer.signs")
+SIGNS = checksum("linformer.signs")
 
 
 def tokens(n, d, batch=2, heads=2, seed=0):

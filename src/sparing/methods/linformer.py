@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from sparing.call import Call
+from sparing.draws import checksum
 from sparing.maths import dense
 from sparing.maths.packing import place_of_rank
 from sparing.maths.segments import segment_means
 from sparing.method import Cost, Method, Shape, Supports, knob, method
 from sparing.native import segments as native_segments
 from sparing.native.attend import attend
-from sparing.native.signs import sign_projection, tag
+from sparing.native.signs import sign_projection
 
 _SIGNS = "linformer.signs"  # what the random signs are drawn for
-_SIGNS_TAG = tag(_SIGNS)
+_SIGNS_TAG = checksum(_SIGNS)
 
 
 class LengthProjection(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,21 +19,17 @@ schemas.define(f"sign_projection(Tensor x, {_DRAWS}, int slots) -> Tensor")
 schemas.define(f"sign_projection_backward(Tensor grad, {_DRAWS}, int tokens) -> Tensor")
 
 
-def tag(name: str) -> int:
-    """The number under which `Draws` draws for this purpose; taken once, because a compiled graph cannot."""
-    return zlib.crc32(name.encode())
-
-
 def sign_projection(x: Tensor, keep: Tensor | None, draws: Draws, purpose: int, slots: int) -> Tensor:
     """E x (B, H, slots, d) for x (B, H, n, d): E (H, slots, n) has entries +-1 / sqrt(slots).
 
     A token meets the column of its rank among those that keep (B, n) holds valid. The sign of slot s in column j is
-    bit s % 32 of the word (j, s // 32) of `draws.bits(name, n, ceil(slots / 32))`, where `purpose` is the tag of the
-    name, `tag(name)`.
+    bit s % 32 of the word (j, s // 32) of `draws.bits(name, n, ceil(slots / 32))`, where `purpose` is the
+    checksum of the name.
     """
-    seed = draws.seed - 2**64 if draws.seed >= 2**63 else draws.seed  # the same 64 bits, as a signed number
     keep = None if keep is None else keep.contiguous()
-    return torch.ops.sparing.sign_projection(adjacent(x), keep, draws.streams.contiguous(), seed, purpose, slots)
+    return torch.ops.sparing.sign_projection(
+        adjacent(x), keep, draws.streams.contiguous(), draws.signed_seed, purpose, slots
+    )
 
 
 @torch.library.register_fake("sparing::sign_projection", lib=schemas)
