@@ -166,6 +166,16 @@ def query_mask(row: Row, impl: str) -> None:
         same(row, "query_mask", run(row.method, y, impl=impl, query_mask=real)[rows], out[rows])
 
 
+@check("separate rows", lambda row: not row.supports.mixes_queries)
+def separate_rows(row: Row, impl: str) -> None:
+    """A row depends on its own query alone: in a decoder's cross attention a later query must not change it."""
+    for n_q, n_k in ((33, 33), (24, 40)) if row.supports.cross_attention else ((33, 33),):
+        x = make(row.method, n_q=n_q, n_k=n_k)
+        other = torch.cat([x.q[:, :, : n_q // 2], 3 * x.q[:, :, n_q // 2 :].flip(-1)], dim=2)
+        rows = [run(row.method, y, impl=impl)[:, :, : n_q // 2] for y in (x, replace(x, q=other))]
+        same(row, f"rows before query {n_q // 2} of {n_q} when that and later ones change", *rows)
+
+
 @check("batch invariance")
 def batch_invariance(row: Row, impl: str) -> None:
     """An item gives the same result alone, in any batch and in any slot."""

@@ -19,6 +19,7 @@ CONTROLS = [
     (broken.MaskDropped(), "mask formats"),
     (broken.ZeroKeyInsteadOfZeroFeature(features=32), "padded equals packed"),
     (broken.PaddingInLandmarks(landmarks=4), "padded equals packed"),
+    (broken.FutureThroughLandmarks(landmarks=4), "separate rows"),
     (broken.BatchWideNorm(landmarks=8), "batch invariance"),
     (broken.SlotKeyedDraws(features=32), "batch invariance"),
     (broken.LastTokensDropped(), "exact at full budget"),

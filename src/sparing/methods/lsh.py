@@ -70,7 +70,7 @@ class Lsh(Method):
     def claims(self) -> Supports:
         # A rank counts all queries, also later ones, and means nothing among another number of keys.
         by_bucket = self.align == "bucket"
-        return replace(type(self).supports, causal=by_bucket, cross_attention=by_bucket)
+        return replace(type(self).supports, causal=by_bucket, cross_attention=by_bucket, mixes_queries=not by_bucket)
 
     def bucket_counts(self, count: Tensor) -> Tensor:
         """Buckets for each number of valid keys; one bucket holds everything that fits into a chunk."""

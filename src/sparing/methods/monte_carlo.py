@@ -67,7 +67,9 @@ class MonteCarlo(Method):
 
     name = "monte_carlo"
     budget = "alpha"
-    supports = Supports(attn_mask="any", projection=True, lse=True, stochastic=True, training_free=True)
+    supports = Supports(
+        attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True, training_free=True
+    )
 
     alpha: float = knob(0.2, minimum=0)
     samples: str = knob("independent", choices=("independent", "shared"))

@@ -47,7 +47,7 @@ class Nystrom(Method):
 
     name = "nystrom"
     budget = "landmarks"
-    supports = Supports(position_based=True, training_free=True)
+    supports = Supports(mixes_queries=True, position_based=True, training_free=True)
 
     landmarks: int = knob(64, minimum=1)
     solver: str = knob("iterative", choices=("iterative", "exact"))

@@ -67,7 +67,7 @@ class Skyformer(Method):
     name = "skyformer"
     target = "gaussian kernel"
     budget = "landmarks"
-    supports = Supports(stochastic=True)
+    supports = Supports(mixes_queries=True, stochastic=True)
 
     landmarks: int = knob(128, minimum=1)
     gamma: float = knob(0.1, minimum=0)

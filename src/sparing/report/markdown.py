@@ -6,14 +6,15 @@ import inspect
 import sys
 from dataclasses import fields
 
-from sparing.method import Method, methods
+from sparing.method import Method, Supports, methods
 
 _HEAD = """# Methods
 
 What each method is, and what it can do. This page is generated from the code; `attention()` enforces the same table.
 
 **causal**: `is_causal=True` without a leak. **padding**: boolean masks `[B, 1, 1, n_k]`. **mask**: masks that differ
-by query (boolean, or any: additive too). **cross**: n_q != n_k. **gqa**: fewer key heads than query heads.
+by query (boolean, or any: additive too). **cross**: n_q != n_k; "rows mix" where a row depends on other queries too, so
+that the cross attention of a decoder would see later tokens. **gqa**: fewer key heads than query heads.
 **gradient**: for all inputs, for the values only, or none. **lse**: `inspect()` returns the log-sum-exp.
 **seeded**: the result depends on `seed`. **training-free**: meant for weights that were trained with softmax
 attention. An *oracle* needs the exact result: it shows what is possible at a budget and is not a product.
@@ -32,7 +33,7 @@ def capability_table() -> str:
         can = method.supports
         parts = [
             f"`{name}`" + (" (oracle)" if method.oracle else ""), f"`{method.budget}`" if method.budget else "-",
-            method.target, _yes(can.causal), _yes(can.key_padding), can.attn_mask or "-", _yes(can.cross_attention),
+            method.target, _yes(can.causal), _yes(can.key_padding), can.attn_mask or "-", _cross(can),
             _yes(can.gqa), can.gradient or "-", _yes(can.lse), _yes(can.stochastic), _yes(can.training_free),
         ]  # fmt: skip
         lines.append("| " + " | ".join(parts) + " |")
@@ -52,6 +53,10 @@ def _body(method: type[Method]) -> str:
     """The docstring: first line as prose, the rest as it is written in the code."""
     rest = (inspect.getdoc(method) or "").split("\n", 1)[1:]
     return f"{_first_line(method)}.\n\n```text\n{rest[0].strip() if rest else ''}\n```"
+
+
+def _cross(can: Supports) -> str:
+    return "rows mix" if can.cross_attention and can.mixes_queries else _yes(can.cross_attention)
 
 
 def _yes(claimed: object) -> str:
