@@ -1,5 +1,7 @@
 """sparing: models that spend their attention sparingly."""
 
+from typing import TYPE_CHECKING, Any
+
 from sparing import methods as _methods  # noqa: F401  (registers the methods)
 from sparing import nn, oracles
 from sparing.attention import Inspection, attention, inspect
@@ -7,15 +9,20 @@ from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupporte
 from sparing.spec import split_specs
 from sparing.version import __version__
 
+if TYPE_CHECKING:
+    from sparing.transformers import Recipe, approximate
+
 __all__ = [
     "Cost",
     "Inspection",
     "Method",
     "Projection",
+    "Recipe",
     "Shape",
     "Supports",
     "Unsupported",
     "__version__",
+    "approximate",
     "attention",
     "inspect",
     "method",
@@ -24,3 +31,24 @@ __all__ = [
     "oracles",
     "split_specs",
 ]
+
+#: What needs transformers, which is imported when one of these is first used.
+_LAZY = ("Recipe", "approximate")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sparing' has no attribute {name!r}")
+    try:
+        from sparing import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            f"sparing.{name} needs transformers; run: pip install 'transformers>=5.4'", name="transformers"
+        ) from None
+    return getattr(transformers, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

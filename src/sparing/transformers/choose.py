@@ -1,0 +1,145 @@
+"""Which layer runs what: the arguments of `approximate()`, read and checked before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from sparing.method import Method, Unsupported
+from sparing.method import method as _method
+from sparing.transformers.find import Layer
+from sparing.transformers.recipe import Recipe, is_path
+from sparing.transformers.slot import Choice
+
+What = str | Method | Mapping[Any, str | Method] | Recipe | os.PathLike[str]
+Layers = int | str | Sequence[int | str]
+
+
+def choose(
+    model: nn.Module, places: list[Layer], what: What | None, layers: Layers | None, seed: int | None
+) -> tuple[dict[int, Choice], dict[int, str]]:
+    """The layers' choices by number, and why layers that were not named stay exact."""
+    if what is None:
+        what = getattr(getattr(model, "config", None), "sparing", None)
+        if what is None:
+            raise ValueError("what: the model's config holds no recipe; pass a method, such as 'window(size=256)'")
+        what = Recipe.of(what)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed={seed!r} must be an integer or None")
+    exact: dict[int, str] = {}
+    if isinstance(what, Recipe) or is_path(what):
+        wanted = _from_recipe(Recipe.of(what), model, places, layers)  # type: ignore[arg-type]
+    elif isinstance(what, Mapping):
+        wanted = _from_mapping(what, places, layers, seed)
+    else:
+        wanted, exact = _from_method(Choice(_method(what), seed), places, layers)  # type: ignore[arg-type]
+    _refuse(places, wanted)
+    _warn(wanted)
+    return wanted, exact
+
+
+def _from_method(
+    choice: Choice, places: list[Layer], layers: Layers | None
+) -> tuple[dict[int, Choice], dict[int, str]]:
+    """Which layers run it, and why others stay exact."""
+    if layers is not None:
+        return {index: replace(choice) for index in _select(places, layers, "layers")}, {}
+    exact = {}
+    for layer in places:
+        if not choice.exact and (layer.foreign is not None or layer.window is not None):
+            exact[layer.index] = layer.foreign or f"it attends within a window of {layer.window} tokens already"
+    if len(exact) == len(places):
+        first = places[0]
+        raise Unsupported(f"{first.name} and all other layers stay exact: {exact[first.index]}; name them in layers")
+    return {layer.index: replace(choice) for layer in places if layer.index not in exact}, exact
+
+
+def _from_mapping(
+    what: Mapping[Any, str | Method], places: list[Layer], layers: Layers | None, seed: int | None
+) -> dict[int, Choice]:
+    if layers is not None:
+        raise ValueError("layers: the mapping names the layers already; pass one of the two")
+    wanted: dict[int, Choice] = {}
+    for key, spec in what.items():
+        method = _method(spec)
+        for index in _select(places, key, "what"):
+            if index in wanted and wanted[index].method != method:
+                raise ValueError(f"what: {places[index].name} is named twice, for {wanted[index].method} and {method}")
+            wanted[index] = Choice(method, seed)
+    return wanted
+
+
+def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: Layers | None) -> dict[int, Choice]:
+    if layers is not None:
+        raise ValueError("layers: the recipe names the layers already; pass one of the two")
+    have = getattr(getattr(model, "config", None), "model_type", None)
+    if recipe.architecture is not None and recipe.architecture != have:
+        raise ValueError(f"what: the recipe is for {recipe.architecture!r}, but the model is {have!r}")
+    names = [base_name(model, layer.name) for layer in places]
+    for key in recipe.layers:
+        if not any(key == name or fnmatchcase(name, key) for name in names):
+            raise ValueError(f"what: the recipe names {key!r}, which is no attention layer; there are {_some(places)}")
+    wanted = {}
+    for layer, name in zip(places, names, strict=True):
+        method = recipe.method_of(name)
+        if method is not None:
+            wanted[layer.index] = Choice(method, recipe.seed_of(name))
+    return wanted
+
+
+def _select(places: list[Layer], layers: Any, argument: str) -> list[int]:
+    """The numbers of the layers that are asked for."""
+    if isinstance(layers, bool) or not isinstance(layers, int | str | Sequence):
+        raise TypeError(f"{argument}: {layers!r} must be a layer's number or name, or a list of those")
+    if isinstance(layers, str):
+        found = [p.index for p in places if p.name == layers or fnmatchcase(p.name, layers)]
+        if not found:
+            raise ValueError(f"{argument}: no attention layer is named {layers!r}; there are {_some(places)}")
+        return found
+    if isinstance(layers, int):
+        if not -len(places) <= layers < len(places):
+            raise ValueError(f"{argument}: there is no layer {layers}; the model has {len(places)} attention layers")
+        return [layers % len(places)]
+    if not layers:
+        raise ValueError(f"{argument}: an empty list names no layer")
+    return sorted({index for one in layers for index in _select(places, one, argument)})
+
+
+def _refuse(places: list[Layer], wanted: dict[int, Choice]) -> None:
+    """Raise where a layer cannot run what it should, before anything is changed."""
+    reasons = [(places[i], choice.method, places[i].refusal(choice.method)) for i, choice in wanted.items()]
+    bad = [(layer, method, why) for layer, method, why in reasons if why is not None]
+    if bad:
+        layer, method, why = bad[0]
+        more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
+        good = next((p.name for p, _, why in reasons if why is None), None)
+        way_out = f"name the layers that can, as layers=[{good!r}]" if good else "use another method"
+        raise Unsupported(f"{layer.name}{more} cannot run {method}: {why}; {way_out}")
+
+
+def _warn(wanted: dict[int, Choice]) -> None:
+    methods = {str(c.method): c.method for c in wanted.values() if not c.exact and not c.method.oracle}
+    methods = {spec: method for spec, method in methods.items() if not method.supports.training_free}
+    for spec, method in methods.items():
+        warnings.warn(
+            f"{spec} converges to {method.target} attention, or learns its own weights: a model that was trained with "
+            "softmax needs further training with it",
+            stacklevel=4,
+        )
+
+
+def base_name(model: nn.Module, name: str) -> str:
+    """The name within the base model, so that a recipe fits with and without a head."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return name.removeprefix(prefix) if prefix != "." else name
+
+
+def _some(places: list[Layer]) -> str:
+    names = [repr(p.name) for p in places]
+    return ", ".join(names if len(names) <= 4 else [*names[:3], "...", names[-1]])

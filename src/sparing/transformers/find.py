@@ -1,0 +1,146 @@
+"""The attention layers of a model, and what can be known of each before it runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from sparing.method import Method
+
+_VALUE_LAYERS = ("value", "v_proj", "v_lin", "v", "linear_v")
+_CROSS = re.compile(r"cross|encdec|encoder_attn|encoder_decoder", re.IGNORECASE)
+_PROJECTION = re.compile(r"^(q|k|v|query|key|value|qkv|c_attn|in_proj|w_?qkv)($|_)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One attention module of a model."""
+
+    name: str  #: within the model that was given
+    index: int
+    module: nn.Module
+    hosts: tuple[Any, ...]  #: the configs that decide how it is run and which mask it gets
+    causal: bool
+    cross: bool
+    window: int | None  #: it attends within a window, by its mask
+    biased: bool  #: it adds a position bias to the scores
+    value: str | None  #: the name of its own linear layer of the values
+    foreign: str | None  #: why it cannot run anything but what it has
+
+    def refusal(self, method: Method) -> str | None:
+        """Why this layer cannot run the method; None where it can."""
+        can, name = method.supports, method.name
+        if name == "exact":
+            return None
+        if self.foreign is not None:
+            return self.foreign
+        if self.window is not None and not can.attn_mask:
+            return f"it attends within a window of {self.window} tokens, by a mask that {name} does not support"
+        if self.causal and not can.causal:
+            return f"it is causal, and {name} is not"
+        if self.cross and not can.cross_attention:
+            return f"it is cross attention, which {name} does not support"
+        if self.cross and can.mixes_queries:
+            return f"it is cross attention, and {name} would let later tokens of the target change earlier ones"
+        if self.biased and can.attn_mask != "any":
+            return f"it adds a position bias to the scores, which {name} does not support"
+        if can.projection and self.value is None:
+            return f"{name} needs a linear layer of the values, and {type(self.module).__name__} has none of its own"
+        return None
+
+
+def find(model: nn.Module) -> list[Layer]:
+    """The attention layers, in the order of `named_modules()`; an error where there are none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    layers: list[Layer] = []
+    for name, module, host in _walk(model, "", None):
+        hooked = uses_hook(module)
+        if hooked or _looks_like_attention(module):
+            layers.append(_describe(name, len(layers), module, host, hooked))
+    if not layers:
+        raise ValueError(f"model: {type(model).__name__} has no attention modules that sparing knows")
+    return layers
+
+
+def _walk(
+    module: nn.Module, name: str, host: PreTrainedModel | None, seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
+    """Every module once, with the innermost pretrained model around it."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    host = module if isinstance(module, PreTrainedModel) else host
+    yield name, module, host
+    for child, inner in module.named_children():
+        yield from _walk(inner, f"{name}.{child}" if name else child, host, seen)
+
+
+def _describe(name: str, index: int, module: nn.Module, host: PreTrainedModel | None, hooked: bool) -> Layer:
+    kind = type(module).__name__
+    config = getattr(module, "config", None)
+    foreign = None
+    if not hooked:
+        foreign = f"{kind} computes its own attention, for which sparing has no adapter"
+    elif config is None:
+        foreign = f"{kind} has no config that names its attention"
+    elif "sdpa" in _constants(_code(module)):
+        foreign = f"{kind} does other things under other names than 'sdpa'"
+    elif host is not None and not getattr(host, "_supports_sdpa", True):
+        foreign = f"{type(host).__name__} does not run on scaled_dot_product_attention"
+    hosts = [config] if config is not None else []
+    if host is not None and host.config is not config:
+        hosts.append(host.config)
+    cross = bool(getattr(module, "is_cross_attention", False) or _CROSS.search(".".join([*name.split(".")[-3:], kind])))
+    value = next((n for n in _VALUE_LAYERS if type(getattr(module, n, None)) is nn.Linear), None)
+    return Layer(
+        name=name, index=index, module=module, hosts=tuple(hosts) if hooked else (), foreign=foreign, cross=cross,
+        causal=getattr(module, "is_causal", None) is True and not cross, value=value, window=_window(module, config),
+        biased=hasattr(module, "has_relative_attention_bias") and not cross,
+    )  # fmt: skip
+
+
+def _window(module: nn.Module, config: Any) -> int | None:
+    """The width of a layer that is local by its mask; None where it covers every position the model has."""
+    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and number is not None and number < len(kinds):
+        local = kinds[number] in ("sliding_attention", "chunked_attention")
+    else:
+        local = not kinds
+    width = getattr(module, "sliding_window", None) or (local and getattr(config, "sliding_window", None)) or None
+    if kinds and local and width is None:
+        width = getattr(config, "attention_chunk_size", None) or 1
+    longest = getattr(config, "max_position_embeddings", None)
+    return width if width is not None and (longest is None or width < longest) else None
+
+
+def uses_hook(module: nn.Module) -> bool:
+    """Whether the module asks transformers' registry for its attention function."""
+    return "ALL_ATTENTION_FUNCTIONS" in _code(module).co_names
+
+
+def _code(module: nn.Module) -> CodeType:
+    forward = inspect.unwrap(type(module).forward)
+    return getattr(forward, "__code__", find.__code__)
+
+
+def _constants(code: CodeType) -> set[Any]:
+    found: set[Any] = set()
+    for constant in code.co_consts:
+        found.update(constant if isinstance(constant, tuple | frozenset) else (constant,))
+    return found
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    """A class of that name with projections of its own."""
+    return "Attention" in type(module).__name__ and any(
+        _PROJECTION.match(child) for child in dict(module.named_children())
+    )

@@ -1,0 +1,223 @@
+"""`approximate()`: swap methods into a model, and the handle that swaps them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sparing.method import Method
+from sparing.transformers.choose import Layers, What, base_name, choose
+from sparing.transformers.deferred import Deferred
+from sparing.transformers.find import Layer, find
+from sparing.transformers.hook import register
+from sparing.transformers.recipe import Recipe
+from sparing.transformers.slot import Choice, Slot, Switch, hang, slot_of
+
+_BEFORE = "_sparing_recipe_before"
+
+
+class Handle:
+    """What `approximate()` did to a model. `restore()` undoes it, as does leaving a `with` block."""
+
+    def __init__(self, model: nn.Module, layers: list[Layer], exact: dict[int, str]) -> None:
+        self.model = model
+        self._layers = layers
+        self._exact = exact
+        self._undo: list[Callable[[], None]] = []
+
+    def restore(self) -> None:
+        """Give the model back as it was before this call; harmless when repeated."""
+        while self._undo:
+            self._undo.pop()()
+        _keep_recipe(self.model, self._layers)
+        slots = [slot for layer in self._layers if (slot := slot_of(layer.module)) is not None]
+        if not any(slot.choices for slot in slots):
+            for layer in self._layers:
+                hang(layer.module, None)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to restore."""
+        return bool(self._undo)
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """What every attention layer of the model runs now."""
+        return {layer.name: str(_running(layer) or "exact") for layer in self._layers}
+
+    @property
+    def recipe(self) -> Recipe:
+        """The model's present state, to save or to apply elsewhere."""
+        return _recipe(self.model, self._layers)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        lines = [f"<sparing on {type(self.model).__name__}: {self._summary()}"]
+        runs: list[tuple[str, list[str]]] = []
+        for layer in self._layers:
+            method = _running(layer)
+            why = self._exact.get(layer.index)
+            text = str(method) if method is not None else f"exact: {why}" if why else "exact"
+            if not runs or runs[-1][0] != text:
+                runs.append((text, []))
+            runs[-1][1].append(layer.name)
+        for text, names in runs:
+            place = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+            lines.append(f"  {place}: {text}")
+        if any(layer.causal and _running(layer) is not None for layer in self._layers):
+            lines.append("  prompts run as above; tokens that continue a cache (decoding) run exact attention")
+        return "\n".join(lines) + ">"
+
+    def _summary(self) -> str:
+        if not self.active:
+            return "restored"
+        count = sum(_running(layer) is not None for layer in self._layers)
+        return f"{count} of {len(self._layers)} attention layers approximated"
+
+
+def approximate(
+    model: nn.Module, what: What | None = None, *, layers: Layers | None = None, seed: int | None = 0
+) -> Handle:
+    """Let a Hugging Face model run other attention, in place; no weight is changed and nothing is copied.
+
+    what: a `Method` or its spec string, for all layers or for those of `layers`; a mapping from layers to methods; a
+        `Recipe` or the path of its JSON file. None takes the recipe that the model's config holds.
+    layers: numbers (in the order of `handle.layers`, negative ones from the end) or names, which may hold `*`.
+        None: every attention layer, except those that attend within a window by themselves and those whose code
+        sparing cannot reach; the handle's repr tells which stayed exact, and why.
+    seed: fixes all random choices. None draws new ones at each call, governed by `torch.manual_seed`.
+
+    Returns a handle: `handle.restore()` gives the model back, and so does the end of a `with` block, also after an
+    exception. Calls may be nested: a later one rules where it says something, until it is restored. What a layer cannot
+    run is refused before anything is changed. While decoding (one new token, or several that continue a cache) every
+    layer runs exact attention.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64))
+    >>> with sparing.approximate(model, "nystrom(landmarks=16)") as handle:
+    ...     print(handle)
+    <sparing on BertModel: 2 of 2 attention layers approximated
+      encoder.layer.0.attention.self ... encoder.layer.1.attention.self (2 layers): nystrom(landmarks=16)>
+    """
+    places = find(model)
+    wanted, exact = choose(model, places, what, layers, seed)
+    register()
+    handle = Handle(model, places, exact)
+    try:
+        _remember_recipe(model)
+        slots = _slots(places)
+        for index, choice in wanted.items():
+            _apply(places[index], slots[index], choice, handle._undo)
+        _keep_recipe(model, places)
+    except BaseException:
+        handle.restore()
+        raise
+    return handle
+
+
+def _slots(places: list[Layer]) -> list[Slot]:
+    """A slot on every layer, so that all know their number; switches are shared by the layers of one config."""
+    switches: dict[int, Switch] = {}
+    for layer in places:
+        slot = slot_of(layer.module)
+        for switch in slot.switches if slot is not None else ():
+            switches[id(switch.config)] = switch
+    slots = []
+    for layer in places:
+        slot = slot_of(layer.module) or Slot(layer.name, layer.index)
+        slot.cross, slot.value = layer.cross, layer.value
+        slot.switches = [switches.setdefault(id(config), Switch(config)) for config in layer.hosts]
+        hang(layer.module, slot)
+        slots.append(slot)
+    return slots
+
+
+def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], None]]) -> None:
+    """Let the layer run the choice; whatever is changed first puts its undoing on the list."""
+    undo.append(lambda: _drop(layer, slot, choice))
+    slot.choices.append(choice)
+    for switch in slot.switches:
+        undo.append(switch.off)
+        switch.on()
+    if choice.method.supports.projection and layer.value is not None:
+        present = getattr(layer.module, layer.value)
+        if not isinstance(present, Deferred):
+            setattr(layer.module, layer.value, Deferred(present, slot))
+    if not choice.exact and not slot.served:
+        undo.append(_probation(layer, slot).remove)
+
+
+def _drop(layer: Layer, slot: Slot, choice: Choice) -> None:
+    slot.choices.remove(choice)
+    if layer.value is not None and not any(c.method.supports.projection for c in slot.choices):
+        present = getattr(layer.module, layer.value)
+        if isinstance(present, Deferred):
+            setattr(layer.module, layer.value, present.restored())
+
+
+def _probation(layer: Layer, slot: Slot) -> RemovableHandle:
+    """Until the layer has called sparing once, see that it does: it may follow another rule than its code suggests."""
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not slot.serving:
+            return
+        if not slot.served:
+            raise RuntimeError(f"{slot.name}: {type(module).__name__} did not call sparing; leave it exact")
+        hook.remove()
+
+    hook = layer.module.register_forward_hook(check)
+    return hook
+
+
+def _running(layer: Layer) -> Method | None:
+    """What the layer runs now; None for exact attention."""
+    slot = slot_of(layer.module)
+    choice = None if slot is None else slot.choice
+    return None if choice is None or choice.exact else choice.method
+
+
+def _recipe(model: nn.Module, places: list[Layer]) -> Recipe:
+    layers, seeds = {}, {}
+    for place in places:
+        name, slot = base_name(model, place.name), slot_of(place.module)
+        layers[name] = str(_running(place) or "exact")
+        if slot is not None and slot.choice is not None:
+            seeds[name] = slot.choice.seed
+    one = len(set(seeds.values())) <= 1
+    architecture = getattr(getattr(model, "config", None), "model_type", None)
+    return Recipe(layers, next(iter(seeds.values()), 0) if one else seeds, architecture)
+
+
+def _remember_recipe(model: nn.Module) -> None:
+    """Keep what the config said before the model was first approximated."""
+    config = getattr(model, "config", None)
+    if config is not None and not hasattr(model, _BEFORE):
+        setattr(model, _BEFORE, getattr(config, "sparing", None))
+
+
+def _keep_recipe(model: nn.Module, places: list[Layer]) -> None:
+    """Write what the model runs into its config, which is saved with it."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, _BEFORE):
+        return
+    if any(slot.choices for place in places if (slot := slot_of(place.module)) is not None):
+        config.sparing = _recipe(model, places).to_dict()
+        return
+    before = getattr(model, _BEFORE)
+    delattr(model, _BEFORE)
+    if before is not None:
+        config.sparing = before
+    elif hasattr(config, "sparing"):
+        del config.sparing

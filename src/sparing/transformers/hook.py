@@ -1,0 +1,140 @@
+"""The function and the mask that transformers calls under the name "sparing".
+
+Both are registered or neither: with an attention function alone, transformers makes no mask, and padding and causality
+are lost without a word. So the function looks at the registry at every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import masking_utils as masks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparing.method import Projection, Unsupported
+from sparing.transformers.resolve import resolve
+from sparing.transformers.serve import serve
+from sparing.transformers.slot import NAME, slot_of
+
+#: Arguments that change no result, or that are already in the mask: a window's width, positions of packed sequences.
+_HARMLESS = {
+    "cache_position", "deterministic", "hidden_states", "max_length_k", "max_length_q", "num_items_in_batch",
+    "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
+    "position_ids", "return_dict", "sliding_window", "target_dtype", "use_cache",
+}  # fmt: skip
+
+
+def register() -> None:
+    """Make `attn_implementation="sparing"` known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, n_q, d], key and value [B, H_kv, n_k, .] -> ([B, n_q, H, e], no weights)."""
+    if AttentionMaskInterface._global_mapping.get(NAME) is not mask_function:
+        raise RuntimeError(
+            f"the mask function registered under {NAME!r} is not sparing's, so padding and causality would be lost; "
+            "call sparing.transformers.register() again"
+        )
+    slot = slot_of(module) or resolve(module)
+    for name, argument in others.items():
+        if argument is not None and argument is not False and name not in _HARMLESS:
+            raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; leave it exact")
+    n_q, n_k = query.shape[2], key.shape[2]
+    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    whole = attention_mask is None or attention_mask.ndim == 2  # the mask function left causality to us
+    causal = causal and n_q > 1 and whole
+    if attention_mask is not None and attention_mask.ndim == 2 and not causal:
+        raise RuntimeError(f"{slot.name}: a causal mask of shape {list(attention_mask.shape)} in a layer that is not")
+
+    if not torch.compiler.is_compiling():
+        slot.served = True
+    choice = slot.choice
+    decodes = (n_q == 1 and n_k > 1) or (n_q < n_k and not causal and not slot.cross and attention_mask is not None)
+    given: Tensor | Projection = value
+    if slot.projects:
+        given = getattr(module, slot.value or "").take(value, query)
+    if choice is None or choice.exact or decodes:
+        value = given if isinstance(given, Tensor) else given.project(key.shape[1])
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = _square(attention_mask, n_k)
+        if position_bias is not None:
+            others["position_bias"] = position_bias
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
+
+    if causal and n_k > n_q:  # the prompt in a static cache, whose other slots are empty
+        key, given = key[:, :, :n_q], given[:, :, :n_q] if isinstance(given, Tensor) else given
+        position_bias = None if position_bias is None else position_bias[..., :n_q]
+    if attention_mask is not None and attention_mask.ndim == 2:
+        attention_mask = attention_mask[:, None, None, :]
+    if position_bias is not None:
+        attention_mask = _add(position_bias, attention_mask)
+    out = serve(slot, choice, query, key, given, attention_mask, is_causal=causal, scale=scaling, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masks.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **others: Any,
+) -> Tensor | None:
+    """The mask in its smallest form.
+
+    None: nothing is hidden, beyond causality. [B, n_q] boolean: a causal prompt with padding. [B, 1, n_q, n_k] boolean:
+    anything else; without memory of its own where only padding hides keys.
+    """
+    tracing = torch.compiler.is_compiling()
+    padding = None if attention_mask is None else attention_mask[:, : kv_length + kv_offset]
+    start = kv_offset == 0 and (isinstance(q_offset, int) or not tracing) and bool(q_offset == 0)
+    if mask_function is masks.causal_mask_function and allow_is_causal_skip and start and q_length > 1:
+        padding = None if padding is None else padding[:, :q_length]
+        if padding is None or padding.shape[1] == q_length:
+            return None if padding is None or (not tracing and bool(padding.all())) else padding
+    if mask_function is masks.bidirectional_mask_function and allow_is_bidirectional_skip and kv_offset == 0:
+        if padding is None or (not tracing and padding.shape[1] == kv_length and bool(padding.all())):
+            return None
+        if padding.shape[1] == kv_length:
+            return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+    return masks.sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip, **others,
+    )  # fmt: skip
+
+
+def _square(padding: Tensor, n_k: int) -> Tensor:
+    """[B, n_q] of a causal prompt -> [B, 1, n_q, n_k], which SDPA takes; keys after the prompt are empty slots."""
+    n_q = padding.shape[1]
+    causal = torch.ones(n_q, n_k, dtype=torch.bool, device=padding.device).tril()
+    return causal & nn.functional.pad(padding, (0, n_k - n_q))[:, None, None, :]
+
+
+def _add(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A bias with the keys hidden that the mask, boolean or additive, hides."""
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

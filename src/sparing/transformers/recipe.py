@@ -1,0 +1,126 @@
+"""Which layer runs what: a small JSON that travels with a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from sparing.method import Method
+from sparing.method import method as _method
+
+VERSION = 1
+_KNOWN = ("version", "architecture", "seed", "layers", "about")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What each attention layer of a model runs.
+
+    layers: layer name -> spec; names are those of the base model's modules and may hold `*` and `?`. A layer that is
+        not named runs exact attention.
+    seed: fixes all random choices; None draws new ones at each call. A mapping gives layers seeds of their own.
+    architecture: the `model_type` that the recipe was made for; None fits any.
+    about: anything else that is worth keeping: how it was found, for which data, on which machine.
+
+    >>> sparing.Recipe({"encoder.layer.*": "nystrom(landmarks=64)"}).to_dict()["layers"]
+    {'encoder.layer.*': 'nystrom(landmarks=64)'}
+    """
+
+    layers: Mapping[str, str]
+    seed: int | Mapping[str, int | None] | None = 0
+    architecture: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping):
+            raise TypeError(f"recipe: layers={self.layers!r} must map layer names to specs")
+        for name, spec in self.layers.items():
+            if not isinstance(name, str) or not isinstance(spec, str):
+                raise TypeError(f"recipe: layers must map names to spec strings, got {name!r}: {spec!r}")
+            _method(spec)
+        for seed in self.seed.values() if isinstance(self.seed, Mapping) else (self.seed,):
+            if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+                raise TypeError(f"recipe: seed={seed!r} must be an integer or None")
+        object.__setattr__(self, "layers", dict(self.layers))
+
+    @classmethod
+    def of(cls, source: Recipe | Mapping[str, Any] | str | os.PathLike[str]) -> Recipe:
+        """A recipe as it comes: itself, its JSON, a path to a file of it, or one spec for every layer."""
+        if isinstance(source, Recipe):
+            return source
+        if isinstance(source, Mapping):
+            return cls._read(source, "recipe")
+        if is_path(source):
+            return cls.load(source)
+        return cls({"*": str(source)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Read a recipe from a JSON file."""
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"recipe: there is no file {os.fspath(path)!r}") from None
+        except ValueError as error:
+            raise ValueError(f"recipe: {os.fspath(path)!r} is not JSON: {error}") from None
+        return cls._read(found, os.fspath(path))
+
+    @classmethod
+    def _read(cls, found: Any, label: str) -> Recipe:
+        if not isinstance(found, Mapping) or "layers" not in found:
+            raise ValueError(f"{label}: a recipe is a JSON object with 'version' and 'layers'")
+        if found.get("version") != VERSION:
+            raise ValueError(f"{label}: version {found.get('version')!r} is not known; this sparing reads {VERSION}")
+        unknown = set(found) - set(_KNOWN)
+        if unknown:
+            raise ValueError(f"{label}: unknown entries {', '.join(sorted(unknown))}; known: {', '.join(_KNOWN)}")
+        return cls(found["layers"], found.get("seed"), found.get("architecture"), found.get("about", {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON holds."""
+        seed = dict(self.seed) if isinstance(self.seed, Mapping) else self.seed
+        layers, about = dict(self.layers), dict(self.about)
+        return {
+            "version": VERSION, "architecture": self.architecture, "seed": seed, "layers": layers, "about": about,
+        }  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe to a JSON file, whole or not at all."""
+        target = Path(path)
+        part = target.with_name(f".{target.name}.part")
+        try:
+            part.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def method_of(self, name: str) -> Method | None:
+        """What the layer runs; None where the recipe does not name it."""
+        if name in self.layers:
+            return _method(self.layers[name])
+        return next((_method(spec) for key, spec in self.layers.items() if fnmatchcase(name, key)), None)
+
+    def seed_of(self, name: str) -> int | None:
+        """The seed of a layer."""
+        return self.seed.get(name) if isinstance(self.seed, Mapping) else self.seed
+
+    def name_at(self, index: int) -> str | None:
+        """The name of a layer by its number, where the layers are one numbered stack; None where that is not clear."""
+        if list(self.layers) == ["*"]:
+            return f"layer {index}"
+        matches = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in self.layers]
+        if not all(matches) or len({m.group(1, 3) for m in matches if m}) != 1:
+            return None
+        names = {int(m.group(2)): m.group() for m in matches if m}
+        return names.get(index) if sorted(names) == list(range(len(names))) else None
+
+
+def is_path(source: Any) -> bool:
+    """Whether it names a file rather than a method: a path object, or text that ends in .json."""
+    return isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith(".json"))

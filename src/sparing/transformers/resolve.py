@@ -1,0 +1,57 @@
+"""A layer that was never given a slot: its model was loaded with attn_implementation="sparing".
+
+The function gets a module and no model, so the recipe is read from the config, and the module's number from its
+`layer_idx`; where modules carry none (ViT, DistilBERT), from the order in which they first run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from sparing.transformers.recipe import Recipe
+from sparing.transformers.slot import Choice, Slot, hang
+
+#: id of a config -> the config, and how many of its modules have a number. Not in the config, which is saved to a file.
+_numbered: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+def resolve(module: nn.Module) -> Slot:
+    """The slot that the config's recipe gives to this module; hung on it for later calls."""
+    config: Any = getattr(module, "config", None)
+    found = getattr(config, "sparing", None)
+    label = type(module).__name__
+    if found is None:
+        raise RuntimeError(
+            f"{label}: attn_implementation='sparing', but the config holds no recipe; "
+            "call sparing.approximate(model, method)"
+        )
+    recipe = Recipe.of(found)
+    way_out = "call sparing.approximate(model) once after loading"
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        if module.training:
+            raise RuntimeError(f"{label} carries no layer number, and layers may be skipped in training; {way_out}")
+        index = _next_number(config)
+    name = recipe.name_at(index)
+    if name is None:
+        raise RuntimeError(f"{label}: the recipe does not say what layer {index} of this model runs; {way_out}")
+    slot = Slot(name, index)
+    method = recipe.method_of(name)
+    if method is not None:
+        if method.supports.projection:
+            raise RuntimeError(f"{name}: {method.name} works on the value layer; {way_out}")
+        slot.choices.append(Choice(method, recipe.seed_of(name)))
+    hang(module, slot)
+    return slot
+
+
+def _next_number(config: Any) -> int:
+    """How many modules of this config have been numbered before."""
+    known, seen = _numbered.get(id(config), (None, 0))
+    if known is None or known() is not config:
+        seen = 0
+    _numbered[id(config)] = (weakref.ref(config), seen + 1)
+    return seen

@@ -1,0 +1,40 @@
+"""One call of a layer, through the door, with errors that name the layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparing.attention import attention
+from sparing.method import Projection, Unsupported
+from sparing.transformers.slot import Choice, Slot
+
+
+def serve(
+    slot: Slot,
+    choice: Choice,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """query [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a Projection -> [B, H, n_q, e]."""
+    if dropout > 0 and not choice.method.supports.dropout:
+        raise Unsupported(
+            f"{slot.name}: the model drops attention weights in training (p={dropout}), which {choice.method.name} "
+            "cannot; load the model with its attention dropout at 0, or call model.eval()"
+        )
+    rows = None
+    if slot.cross and query.shape[2] == key.shape[2]:  # the mask speaks of the keys' sequence, not of the queries'
+        rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    try:
+        return attention(
+            query, key, value, mask, dropout, is_causal, scale, query.shape[1] != key.shape[1],
+            method=choice.method, seed=choice.seed, streams=slot.streams(key.shape[1]), query_mask=rows,
+        )  # fmt: skip
+    except Unsupported as error:
+        raise Unsupported(f"{slot.name}: {error}") from error

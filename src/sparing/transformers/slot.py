@@ -1,0 +1,94 @@
+"""What hangs on an attention module while a model is approximated: plain Python, outside weights and state_dict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from sparing.method import Method
+from sparing.methods.exact import Exact
+
+#: The attention implementation, in the words of transformers.
+NAME = "sparing"
+
+_ATTRIBUTE = "_sparing"
+_HEADS = 2**16  # streams per layer, more than any layer has heads
+
+
+@dataclass(eq=False)
+class Choice:
+    """What one call of `approximate()` decided for one layer."""
+
+    method: Method
+    seed: int | None
+
+    @property
+    def exact(self) -> bool:
+        return type(self.method) is Exact
+
+
+@dataclass(eq=False)
+class Switch:
+    """The implementation name of one config object: sparing's while any of its layers has a choice."""
+
+    config: Any
+    before: str | None = None
+    active: int = 0
+
+    def on(self) -> None:
+        if self.active == 0:
+            self.before = self.config._attn_implementation
+        self.active += 1
+        self.config._attn_implementation_internal = NAME
+
+    def off(self) -> None:
+        self.active -= 1
+        if self.active == 0:
+            self.config._attn_implementation_internal = self.before
+
+
+@dataclass(eq=False)
+class Slot:
+    """The choices for one layer, the latest of which rules, and what is known of the layer."""
+
+    name: str
+    index: int  #: place among the model's attention layers; keys the random streams
+    cross: bool = False  #: the keys come from another sequence
+    value: str | None = None  #: the name of the layer's linear layer of the values
+    choices: list[Choice] = field(default_factory=list)
+    switches: list[Switch] = field(default_factory=list)
+    served: bool = False  #: the layer has called sparing at least once
+
+    @property
+    def choice(self) -> Choice | None:
+        """What the layer runs while its model is switched to sparing; None for exact attention."""
+        return self.choices[-1] if self.choices else None
+
+    @property
+    def serving(self) -> bool:
+        """Whether the model is switched to sparing; the user may switch it away and back."""
+        return all(switch.config._attn_implementation == NAME for switch in self.switches)
+
+    @property
+    def projects(self) -> bool:
+        """Whether the layer's method works on the projection of the values."""
+        return bool(self.choices) and self.choices[-1].method.supports.projection
+
+    def streams(self, heads: int) -> list[int]:
+        """Random streams of the key-value heads; no two layers share one."""
+        return list(range(self.index * _HEADS, self.index * _HEADS + heads))
+
+
+def slot_of(module: nn.Module) -> Slot | None:
+    """The slot of an attention module, if it has one."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def hang(module: nn.Module, slot: Slot | None) -> None:
+    """Give the module its slot, or take it away."""
+    if slot is not None:
+        setattr(module, _ATTRIBUTE, slot)
+    elif slot_of(module) is not None:
+        delattr(module, _ATTRIBUTE)

@@ -1,0 +1,26 @@
+"""The real weights, loaded once per test process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """MiniLM and two texts of 512 tokens."""
+    from sparing.tasks import minilm
+
+    encoder = minilm.load()
+    return SimpleNamespace(model=encoder.model, ids=minilm.token_ids(encoder))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

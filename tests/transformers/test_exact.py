@@ -1,0 +1,115 @@
+"""`approximate(model, "exact")` is the stock model, and `restore()` gives back its bits."""
+
+import copy
+
+import pytest
+import torch
+
+import sparing
+
+from zoo import CAUSAL, THROUGH_THE_HOOK, build, inputs, run, tokens
+
+
+@pytest.mark.parametrize("name", THROUGH_THE_HOOK)
+def test_exact_is_the_stock_model(name):
+    model, given = build(name), inputs(name)
+    if not hooked(model):
+        with pytest.raises(sparing.Unsupported, match="computes its own attention"):
+            sparing.approximate(model, "top_keys(keys=4)")
+        return
+    before = run(model, given)
+    handle = sparing.approximate(model, "exact")
+    torch.testing.assert_close(run(model, given), before, rtol=0, atol=1e-5)
+    handle.restore()
+    assert torch.equal(run(model, given), before)
+
+
+def hooked(model):
+    from sparing.transformers.find import find, uses_hook
+
+    return any(uses_hook(layer.module) for layer in find(model))
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "vit", "gpt2", "llama"])
+def test_the_door_at_full_budget_is_the_stock_model(name):
+    """Not SDPA behind our name but our own path: masks, causality, scales and head groups reach the method intact."""
+    model, given = build(name), inputs(name)
+    before = run(model, given)
+    with sparing.approximate(model, "top_keys(keys=1000)"):
+        out = run(model, given)
+    keep = given.get("attention_mask")
+    rows = slice(None) if keep is None else keep.bool()
+    torch.testing.assert_close(out[rows], before[rows], rtol=0, atol=1e-5)
+    assert torch.equal(run(model, given), before)
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_cross_attention_at_full_budget(name):
+    model, given = build(name), inputs(name)
+    before = run(model, given)
+    with sparing.approximate(model, "top_keys(keys=1000)"):
+        torch.testing.assert_close(run(model, given), before, rtol=0, atol=1e-5)
+
+
+def test_t5_position_bias_reaches_a_method_that_takes_it():
+    model, given = build("t5"), inputs("t5")
+    if not hooked(model):
+        pytest.skip(
+            "this transformers computes T5's attention by itself; test_exact_is_the_stock_model sees the refusal"
+        )
+    before = run(model, given)
+    with sparing.approximate(model, "monte_carlo(alpha=0)", layers="encoder.*"):
+        torch.testing.assert_close(run(model, given), before, rtol=0, atol=1e-5)
+    with pytest.raises(sparing.Unsupported, match=r"encoder\.block\.0.*position bias"):
+        sparing.approximate(model, "nystrom", layers="encoder.*")
+
+
+def test_real_weights_of_minilm(minilm):
+    ids = minilm.ids[:, :128]
+    mask = torch.ones_like(ids)
+    mask[0, 100:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    before = run(minilm.model, given)
+    with sparing.approximate(minilm.model, "exact"):
+        torch.testing.assert_close(run(minilm.model, given), before, rtol=0, atol=1e-5)
+    with sparing.approximate(minilm.model, "top_keys(keys=1000)"):
+        torch.testing.assert_close(run(minilm.model, given)[mask.bool()], before[mask.bool()], rtol=0, atol=1e-5)
+    assert torch.equal(run(minilm.model, given), before)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("spec", ["exact", "top_keys(keys=1000)"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_is_the_stock_model(name, spec, cache):
+    """Left padding, a growing or a static cache: the prompt through the method, the rest by exact attention."""
+    model, given = build(name), inputs(name)
+    given = {key: value for key, value in given.items() if key != "position_ids"}
+    asked = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+    before = model.generate(**given, **asked)
+    with sparing.approximate(model, spec) as handle:
+        after = model.generate(**given, **asked)
+        assert ("exact attention" in repr(handle)) == (spec != "exact")
+    assert torch.equal(before, after)
+
+
+def test_a_prompt_that_continues_a_cache_runs_exact():
+    model, ids = build("llama"), tokens(20)
+    with torch.no_grad():
+        first = model(ids[:, :12], use_cache=True)
+        wanted = model(ids[:, 12:], past_key_values=copy.deepcopy(first.past_key_values)).logits
+        with sparing.approximate(model, "window(size=2)"):
+            found = model(ids[:, 12:], past_key_values=copy.deepcopy(first.past_key_values)).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_grouped_queries_are_repeated_heads():
+    """Llama with two key heads is Llama with four, each pair of which is equal."""
+    grouped, whole = build("llama"), build("llama", num_key_value_heads=4)
+    state = grouped.state_dict()
+    for key in [k for k in state if "k_proj" in k or "v_proj" in k]:
+        state[key] = state[key].unflatten(0, (2, 16)).repeat_interleave(2, dim=0).flatten(0, 1)
+    whole.load_state_dict(state)
+    given = inputs("llama")
+    for spec in ("exact", "window(size=6, sinks=1)", "top_keys(keys=3)"):
+        with sparing.approximate(grouped, spec), sparing.approximate(whole, spec):
+            torch.testing.assert_close(run(grouped, given), run(whole, given), rtol=0, atol=1e-5)
