@@ -270,6 +270,26 @@ class SilentSecondDerivative(Broken):
         return FirstDerivativeOnly.apply(super().reference(q, k, v, call))
 
 
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad + 0 * ctx.saved_tensors[0] + 0 * ctx.saved_tensors[0]
+
+
+class SavedTensorsReadTwice(Broken):
+    """Harmless by itself, but a checkpoint hands out saved tensors once."""
+
+    name = "_saved_tensors_read_twice"
+
+    def reference(self, q, k, v, call):
+        return ReadsTwice.apply(super().reference(q, k, v, call)) / 2
+
+
 class LosesTangents(Broken):
     name = "_loses_tangents"
 

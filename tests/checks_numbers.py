@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import sparing
 from sparing import Projection, Shape
@@ -127,6 +128,27 @@ def threads(row: Row, impl: str) -> None:
         torch.set_num_threads(before)
     for out in outs[1:]:
         close(row, "thread count", out, outs[0], 1e-6)
+
+
+@check("checkpointing", differentiable)
+def checkpointing(row: Row, impl: str) -> None:
+    """A forward pass that is run again for the backward pass gives the same gradients."""
+    cases = [False, True] if row.supports.causal else [False]
+    for causal in cases:
+        found = []
+        for again in (False, True):
+            x = tracked(make(row.method, n_q=20))
+
+            def f(x: Inputs = x, causal: bool = causal) -> Tensor:
+                return run(row.method, x, impl=impl, is_causal=causal)
+
+            out = checkpoint(f, use_reentrant=False) if again else f()
+            try:
+                found.append(gradients(x, out, torch.linspace(-1, 1, out.numel()).view_as(out)))
+            except CheckpointError as error:
+                raise AssertionError(f"{row.spec}: its gradient does not go through a checkpoint: {error}") from error
+        for plain, recomputed in zip(*found, strict=True):
+            same(row, f"a gradient through a checkpoint, causal={causal}", recomputed, plain)
 
 
 @check("gradient", differentiable)

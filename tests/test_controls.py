@@ -43,6 +43,7 @@ CONTROLS = [
     (broken.GradientOfEmptyRows(), "gradient stays out"),
     (broken.SilentSecondDerivative(), "second derivative"),
     (broken.LosesTangents(), "forward mode"),
+    (broken.SavedTensorsReadTwice(), "checkpointing"),
     (broken.FutureGradient(), "causal leak"),
     (broken.DetachedKeys(), "gradient at full budget"),
     (broken.ReachesNothing(), "nan stays"),

@@ -1,5 +1,6 @@
 """sparing: models that spend their attention sparingly."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparing import methods as _methods  # noqa: F401  (registers the methods)
@@ -10,6 +11,7 @@ from sparing.spec import split_specs
 from sparing.version import __version__
 
 if TYPE_CHECKING:
+    from sparing import transformers
     from sparing.transformers import Recipe, approximate
 
 __all__ = [
@@ -30,24 +32,25 @@ __all__ = [
     "nn",
     "oracles",
     "split_specs",
+    "transformers",
 ]
 
 #: What needs transformers, which is imported when one of these is first used.
-_LAZY = ("Recipe", "approximate")
+_LAZY = ("Recipe", "approximate", "transformers")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'sparing' has no attribute {name!r}")
     try:
-        from sparing import transformers
+        package = import_module("sparing.transformers")
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
         raise ModuleNotFoundError(
             f"sparing.{name} needs transformers; run: pip install 'transformers>=5.4'", name="transformers"
         ) from None
-    return getattr(transformers, name)
+    return package if name == "transformers" else getattr(package, name)
 
 
 def __dir__() -> list[str]:

@@ -126,9 +126,10 @@ def _setup_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _mix_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.sparing.feature_mix_backward(adjacent(grad), *ctx.saved_tensors, ctx.kind, ctx.factor)
+    saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
+    found = torch.ops.sparing.feature_mix_backward(adjacent(grad), *saved, ctx.kind, ctx.factor)
     grad_x, grad_points, grad_table, grad_mass = found
-    divided = ctx.saved_tensors[3] is not None
+    divided = saved[3] is not None
     return (
         grad_x,
         grad_points if ctx.kind == Map.GAUSSIAN else None,

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparing.method import Method
+from sparing.transformers.deferred import Deferred
 
 _VALUE_LAYERS = ("value", "v_proj", "v_lin", "v", "linear_v")
 _CROSS = re.compile(r"cross|encdec|encoder_attn|encoder_decoder", re.IGNORECASE)
@@ -100,7 +101,7 @@ def _describe(name: str, index: int, module: nn.Module, host: PreTrainedModel | 
     if host is not None and host.config is not config:
         hosts.append(host.config)
     cross = bool(getattr(module, "is_cross_attention", False) or _CROSS.search(".".join([*name.split(".")[-3:], kind])))
-    value = next((n for n in _VALUE_LAYERS if type(getattr(module, n, None)) is nn.Linear), None)
+    value = next((n for n in _VALUE_LAYERS if type(getattr(module, n, None)) in (nn.Linear, Deferred)), None)
     return Layer(
         name=name, index=index, module=module, hosts=tuple(hosts) if hooked else (), foreign=foreign, cross=cross,
         causal=getattr(module, "is_causal", None) is True and not cross, value=value, window=_window(module, config),
