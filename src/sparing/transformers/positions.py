@@ -1,0 +1,285 @@
+"""Longer inputs for models with learned positions: repeat the pretrained rows, as Longformer and YOSO did."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparing.method import Unsupported
+
+_FIELD = "max_position_embeddings"  # families with another name (n_positions) map this one to it
+_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
+_POSITION = re.compile(r"(^|_)(pos|positions?|positional|wpe)(_|$)")
+_POSITION_CLASS = re.compile(r"Position(al)?(Embedding|Encoding)")
+_ELSEWHERE = re.compile(r"(^|_)(rel|relative|rotary)(_|$)|Rel(ative)?[A-Z]|Rotary")  # these act inside the attention
+
+
+class _Table(NamedTuple):
+    """A position embedding: `reserved` rows (padding, offset) that are no positions, then one row per position."""
+
+    name: str
+    module: nn.Embedding
+    reserved: int
+    fixed: bool  # computed by a formula, not learned
+
+    @property
+    def positions(self) -> int:
+        return self.module.weight.shape[0] - self.reserved
+
+
+def extend_positions(model: Any, length: int) -> Any:
+    """Make a Hugging Face model with learned position embeddings run on inputs of `length` tokens, in place.
+
+        row[p] = pretrained row[p mod n]      for positions p = 0 ... length - 1, n of them pretrained
+
+    So Longformer was made from RoBERTa (Beltagy et al. 2020), and YOSO-4096 from YOSO-512 (Zeng et al. 2021). Inputs
+    of the old length give the same output, bit for bit. Longer ones run; how well is a matter of some more training.
+
+    Rows that are no positions stay first: RoBERTa's two, counted in `config.max_position_embeddings` (4098 for a
+    length of 4096), and the two of BART, OPT and YOSO, which it does not count. Both tables of an encoder-decoder are
+    extended; a sinusoidal table goes on by its own formula. The config and everything else that the model sizes by
+    it (position ids, token types, causal masks) follow, so `save_pretrained` and `from_pretrained` agree. Models whose
+    positions have no table (rotary as in Llama and ModernBERT, T5's relative ones) come back unchanged. Any other
+    layout, such as an image's grid, raises `Unsupported` with the name of the module, and nothing is changed.
+
+    The tables become new parameters: make the optimizer afterwards. The tokenizer keeps its limit; for truncation at
+    the new length set `tokenizer.model_max_length = length` too.
+
+    model: a `transformers.PreTrainedModel`; of a model made of several, such as CLIP, the part that reads the text.
+    length: tokens per input; the model's own number does nothing, a smaller one raises.
+    Returns the model.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    >>> model = extend_positions(BertModel(BertConfig(**sizes)), 2048)
+    >>> model(torch.ones(1, 2048, dtype=torch.long)).last_hidden_state.shape
+    torch.Size([1, 2048, 32])
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel, got {type(model).__name__}; pass the one inside"
+        )
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise TypeError(f"length={length!r} must be a positive integer, the number of tokens")
+    tables = [_table(model, name, part) for name, part in _position_parts(model)]
+    if not tables:
+        if not _needs_no_table(model):
+            raise Unsupported(_without_table(model))
+        return model
+    present = min(table.positions for table in tables)
+    if length == present:
+        return model
+    if length < present:
+        raise ValueError(f"length={length} is below the {present} positions of {tables[0].name}; rows are only added")
+    for apply in _changes(model, tables, length):
+        apply()
+    return model
+
+
+def _position_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Everything that looks like a table of positions: modules, and bare parameters or buffers."""
+    seen: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(seen):
+            continue
+        kind, attribute = type(module).__name__, name.rpartition(".")[2]
+        if _ELSEWHERE.search(attribute) or _ELSEWHERE.search(kind):
+            continue
+        tensors = (*module.parameters(), *module.buffers())
+        if _POSITION.search(attribute) or _POSITION_CLASS.search(kind):
+            seen += (f"{name}.",)
+            if any(tensor.is_floating_point() for tensor in tensors) and not _grows(module):
+                yield name, module
+            continue
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.is_floating_point() and _POSITION.search(key) and not _ELSEWHERE.search(key):
+                yield f"{name}.{key}".lstrip("."), tensor
+
+
+def _grows(module: nn.Module) -> bool:
+    """Whether it is a sinusoidal table that its own forward lengthens on demand (FSMT, M2M100, XGLM)."""
+    return "Sinusoid" in type(module).__name__ and (hasattr(module, "make_weight") or hasattr(module, "make_weights"))
+
+
+def _needs_no_table(model: nn.Module) -> bool:
+    """Whether its positions are known to be computed for any length."""
+    return any(
+        "Rotary" in type(part).__name__ or name.endswith("relative_attention_bias") or _grows(part)
+        for name, part in model.named_modules()
+    )
+
+
+def _without_table(model: nn.Module) -> str:
+    parts = [f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _ELSEWHERE.search(type(m).__name__)]
+    seen = f"; its positions seem to live in {parts[0]}" if parts else ""
+    return f"{type(model).__name__} has no learned position table that extend_positions knows{seen}; use it as it is"
+
+
+def _table(model: Any, name: str, part: Any) -> _Table:
+    """The table, or an error with its name if its layout is unknown."""
+    label = f"{name} ({type(part).__name__})"
+    path, _, attribute = name.rpartition(".")
+    kind, parent = type(part), model.get_submodule(path)
+    fixed = "Sinusoid" in kind.__name__ or any(
+        getattr(model.config, flag, False) for flag in ("sinusoidal_pos_embds", "sinusoidal_embeddings")
+    )
+    if not (
+        attribute in _TABLES
+        and isinstance(part, nn.Embedding)
+        and (kind is nn.Embedding or fixed or kind.__name__.endswith("LearnedPositionalEmbedding"))
+    ):
+        raise Unsupported(f"{label} is not a table with one learned row per token; extend_positions cannot lengthen it")
+    if part.weight.is_meta:
+        raise Unsupported(f"{label} is on the meta device; load its weights first")
+    stored = getattr(model.config, _FIELD, None)
+    if not isinstance(stored, int):
+        raise Unsupported(
+            f"{label} is not sized by {_FIELD}, which {type(model.config).__name__} does not have; pass the part of "
+            "the model that reads the text, if there is one"
+        )
+    offset = getattr(part, "offset", None)
+    if isinstance(offset, int):
+        reserved = offset
+    elif part.padding_idx is not None and part.padding_idx == getattr(parent, "padding_idx", None):
+        reserved = part.padding_idx + 1  # positions are counted from the padding row on
+    elif part.padding_idx is None:
+        ids = getattr(parent, "position_ids", None)
+        reserved = int(ids.flatten()[0]) if isinstance(ids, Tensor) else 0
+    else:
+        raise Unsupported(
+            f"{label} has padding_idx={part.padding_idx}, which {type(parent).__name__} does not count from"
+        )
+    rows = part.weight.shape[0]
+    if rows not in (stored, stored + reserved) or rows <= reserved:
+        raise Unsupported(
+            f"{label} has {rows} rows, {reserved} of them reserved, which does not fit config.{_FIELD}={stored}"
+        )
+    return _Table(name, part, reserved, fixed)
+
+
+def _changes(model: Any, tables: list[_Table], length: int) -> list[Callable[[], object]]:
+    """All assignments, ready to run; every check and every allocation comes before the first of them.
+
+    What the length decides in a model is read off the model's own constructor: two skeletons without storage, one
+    with the old config and one with the new, differ in nothing else.
+    """
+    stored = getattr(model.config, _FIELD)
+    longer = stored + length - tables[0].positions
+    old, new = _skeleton(model, stored), _skeleton(model, longer)
+    here, before, after = _tensors(model), _tensors(old), _tensors(new)
+    for name in before.keys() ^ after.keys():
+        raise Unsupported(f"{type(model).__name__} is built differently for {_FIELD}={longer}: see {name}")
+    sized = [name for name in after if name in here and before[name].shape != after[name].shape]
+    table_of = {id(table.module.weight): table for table in tables}
+    grown: dict[int, Tensor] = {}  # by the old tensor's id: what is tied stays tied
+    for name in sized:
+        tensor, table = here[name], table_of.get(id(here[name]))
+        if tensor.shape != before[name].shape:
+            raise Unsupported(f"{name} has shape {list(tensor.shape)}, and by its config {list(before[name].shape)}")
+        if id(tensor) not in grown:
+            if table is not None and not table.fixed:
+                value = _tiled(table, length)
+            else:
+                value = _computed(new, name, tensor, fixed=table is not None)
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, tensor.requires_grad)
+            grown[id(tensor)] = value
+        rows, expected = grown[id(tensor)].shape[0], after[name].shape[0]
+        if rows != expected:
+            raise Unsupported(
+                f"{name} would have {rows} rows where the model expects {expected}: its tables count positions "
+                "differently; extend_positions cannot lengthen it"
+            )
+    for table in tables:
+        if id(table.module.weight) not in grown:
+            raise Unsupported(f"{table.name} does not follow config.{_FIELD}; extend_positions cannot lengthen it")
+    for name in here.keys() - set(sized):
+        if id(here[name]) in grown:
+            raise Unsupported(f"{name} shares the memory of a position table but is not one; untie it first")
+    changes = [_setting(*_owner(model, name), grown[id(here[name])]) for name in sized]
+    return changes + _numbers(model, old, new) + _configs(model, stored, longer)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _skeleton(model: Any, stored: int) -> Any:
+    config = copy.deepcopy(model.config)
+    setattr(config, _FIELD, stored)
+    config._attn_implementation = "eager"  # how attention is computed decides no shape, and may need a GPU
+    try:
+        with torch.device("meta"):
+            return type(model)(config)
+    except Exception as error:
+        raise Unsupported(
+            f"{type(model).__name__} cannot be made from its config with {_FIELD}={stored}: {error}"
+        ) from error
+
+
+def _tiled(table: _Table, length: int) -> Tensor:
+    weight = table.module.weight.detach()
+    positions = torch.arange(length, device=weight.device) % table.positions
+    return torch.cat([weight[: table.reserved], weight[table.reserved :][positions]])
+
+
+def _computed(skeleton: Any, name: str, old: Tensor, *, fixed: bool) -> Tensor:
+    """A longer buffer or fixed table by the family's own code, which must continue the present one."""
+    if isinstance(old, nn.Parameter) and not fixed:
+        raise Unsupported(f"{name} depends on the length too; extend_positions cannot lengthen it")
+    owner, key = _owner(skeleton, name)
+    empty = torch.zeros(getattr(owner, key).shape, dtype=old.dtype)
+    setattr(owner, key, nn.Parameter(empty, requires_grad=False) if fixed else empty)
+    # The hook by which `from_pretrained` fills what checkpoints do not hold; some fill a table from the module around.
+    path = name.rpartition(".")[0]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for part in (path, path.rpartition(".")[0]) if fixed else (path,):
+            skeleton._init_weights(skeleton.get_submodule(part))
+    value = getattr(owner, key).detach().to(old.device)
+    present = tuple(slice(size) for size in old.shape)
+    # A checkpoint's sines may differ in the last bit; the present rows are kept as they are.
+    slack = 2 * torch.finfo(old.dtype).eps if fixed else 0
+    if not torch.allclose(value[present], old, rtol=0, atol=slack):
+        raise Unsupported(f"{name} does not hold what {type(skeleton).__name__} puts there; it cannot be continued")
+    value[present] = old.detach()
+    return value
+
+
+def _numbers(model: nn.Module, old: nn.Module, new: nn.Module) -> list[Callable[[], object]]:
+    """Integers that modules copied from the config, such as `num_embeddings` or BigBird's `max_seqlen`."""
+    changes: list[Callable[[], object]] = []
+    before, after = dict(old.named_modules()), dict(new.named_modules())
+    for path, module in model.named_modules():
+        if path not in before or path not in after:
+            continue
+        for key, value in vars(after[path]).items():
+            was = vars(before[path]).get(key)
+            if type(value) is int and type(was) is int and value != was and vars(module).get(key) == was:
+                changes.append(_setting(module, key, value))
+    return changes
+
+
+def _configs(model: nn.Module, stored: int, longer: int) -> list[Callable[[], object]]:
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    return [_setting(config, _FIELD, longer) for config in configs.values() if getattr(config, _FIELD, None) == stored]
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _setting(owner: Any, key: str, value: Any) -> Callable[[], object]:
+    return lambda: setattr(owner, key, value)
