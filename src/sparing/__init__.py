@@ -12,7 +12,7 @@ from sparing.version import __version__
 
 if TYPE_CHECKING:
     from sparing import transformers
-    from sparing.transformers import Recipe, approximate
+    from sparing.transformers import Recipe, approximate, extend_positions
 
 __all__ = [
     "Cost",
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "approximate",
     "attention",
+    "extend_positions",
     "inspect",
     "method",
     "methods",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 #: What needs transformers, which is imported when one of these is first used.
-_LAZY = ("Recipe", "approximate", "transformers")
+_LAZY = ("Recipe", "approximate", "extend_positions", "transformers")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 import transformers
 
 
@@ -19,8 +18,3 @@ def minilm():
 
     encoder = minilm.load()
     return SimpleNamespace(model=encoder.model, ids=minilm.token_ids(encoder))
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)

@@ -37,7 +37,7 @@ def test_training_a_compiled_model():
         for runs in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
             model.zero_grad()
             runs(**given)[0].square().sum().backward()
-            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert len(grads[0]) == len(grads[1]) > 20
+            grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+    assert sum(bool(g.any()) for g in grads[0]) > 20
     for plain, compiled in zip(*grads):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

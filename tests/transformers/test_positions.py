@@ -32,8 +32,14 @@ SEQ2SEQ = {**TRANSLATOR, "vocab_size": 99}
 MODERNBERT = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 2)
 DISTILBERT = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
 GPT_NEO = {
-    **{"vocab_size": 99, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "bos_token_id": 2, "eos_token_id": 2},
-    **{"attention_types": [[["global", "local"], 1]], "window_size": OLD + 6},
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": OLD + 6,
 }
 
 #: model: (settings, rows before position 0, whether config.max_position_embeddings counts them)
@@ -178,7 +184,7 @@ def assert_same_parts(model, other) -> None:
 
 
 def test_the_check_of_parts_sees_a_stale_buffer_and_a_stale_number():
-    model = extend_positions(learned("BigBirdModel"), NEW)
+    model = extend_positions(learned("BertModel"), NEW)
     for stale in ("position_ids", "token_type_ids"):
         other = copy.deepcopy(model)
         setattr(other.embeddings, stale, getattr(other.embeddings, stale)[:, :OLD])
@@ -208,6 +214,17 @@ def test_sines_go_on_by_their_formula(name):
     for table, wanted in zip(position_tables(model).values(), position_tables(long).values()):
         assert torch.equal(table.weight, wanted.weight)
         assert not torch.equal(table.weight[OLD:NEW], table.weight[torch.arange(OLD, NEW) % OLD])
+
+
+def test_sines_that_differ_in_the_last_bit_are_kept():
+    """Another machine's sines: what there is stays, so that old outputs stay, and the formula adds the rest."""
+    model = make("MarianModel", FIXED["MarianModel"])
+    weight = model.encoder.embed_positions.weight
+    weight.data[3] = torch.nextafter(weight.data[3], torch.tensor(2.0))
+    kept, output = weight.clone(), run(model, OLD)
+    extend_positions(model, NEW)
+    assert torch.equal(model.encoder.embed_positions.weight[:OLD], kept)
+    assert torch.equal(run(model, OLD), output)
 
 
 def test_sines_that_were_trained_are_refused():

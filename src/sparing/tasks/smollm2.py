@@ -38,7 +38,7 @@ def weights_file() -> Path:
 
 
 def load() -> LanguageModel:
-    """The verified model in float32 and evaluation mode (30 layers, 9 heads x 64 on 3, 8192 positions), with tokenizer."""
+    """The verified model in float32 and evaluation mode (30 layers, 9 heads x 64 on 3, 8192 positions)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = weights_file()

@@ -2,6 +2,7 @@
 
 from sparing.transformers.handle import Handle, approximate
 from sparing.transformers.hook import register
+from sparing.transformers.positions import extend_positions
 from sparing.transformers.recipe import Recipe
 
-__all__ = ["Handle", "Recipe", "approximate", "register"]
+__all__ = ["Handle", "Recipe", "approximate", "extend_positions", "register"]

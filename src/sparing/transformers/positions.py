@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sparing.method import Unsupported
 
@@ -56,12 +57,10 @@ def extend_positions(model: Any, length: int) -> Any:
 
     >>> from transformers import BertConfig, BertModel
     >>> sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    >>> model = extend_positions(BertModel(BertConfig(**sizes)), 2048)
+    >>> model = sparing.extend_positions(BertModel(BertConfig(**sizes)), 2048)
     >>> model(torch.ones(1, 2048, dtype=torch.long)).last_hidden_state.shape
     torch.Size([1, 2048, 32])
     """
-    from transformers import PreTrainedModel
-
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}; pass the one inside"
