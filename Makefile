@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 KERNELS := .venv/.kernels
 CSRC := $(wildcard src/sparing/native/csrc/*)
 
-.PHONY: compare test test-all sanitize bench lint clean
+.PHONY: compare test test-all test-oldest sanitize bench lint clean
 
 compare: $(KERNELS)
 	$(BIN)/sparing compare
@@ -22,6 +22,16 @@ test-all: lint $(KERNELS)
 
 bench: $(KERNELS)
 	$(BIN)/sparing bench --out out
+
+# The oldest transformers that sparing promises to work with, beside the newest, which everything else runs on.
+OLDEST := .venv/oldest
+test-oldest: $(KERNELS) $(OLDEST)/.ready
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n auto --dist worksteal tests/transformers
+
+$(OLDEST)/.ready: oldest.txt $(READY)
+	rm -rf $(OLDEST)
+	$(BIN)/pip install -q --no-deps --target $(OLDEST) -r oldest.txt
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check
