@@ -55,13 +55,14 @@ def pursue(mean: Tensor, values: Tensor, far: Tensor, limit: int, scale: Tensor,
     rows = torch.arange(mean.shape[0], device=mean.device)  # queries that are not finished
     going = (error > scale * _FINISHED**2) & (limit > 1)
     # Corrective steps may drop keys, plain ones may repeat some: more rounds than keys.
-    for _ in range(4 * limit + 8 if corrective else 2 * limit):
+    for turn in range(4 * limit + 8 if corrective else 2 * limit):
         if not bool(going.all()):
             rows, mean, far, x, scale = (t[going] for t in (rows, mean, far, x, scale))
             values = values if values.ndim == 2 else values[going]
         if not rows.numel():
             break
-        before, slots, held, vectors = error[rows], indices[rows], weights[rows], points[rows]
+        open_ = min(turn + 2, limit)  # slots are filled from the front, at most one in a turn
+        before, slots, held, vectors = error[rows], indices[rows, :open_], weights[rows, :open_], points[rows, :open_]
         along = x @ values.mT if values.ndim == 2 else (values @ x.unsqueeze(-1)).squeeze(-1)
         along -= (mean * x).sum(-1, keepdim=True)  # <u_i, x>
         key, share = _best_segment(before.unsqueeze(-1), along, far, _APART**2 * scale.unsqueeze(-1))
@@ -75,8 +76,9 @@ def pursue(mean: Tensor, values: Tensor, far: Tensor, limit: int, scale: Tensor,
         x = combine(held, vectors)
         after = _square(x)
         fell = after < before  # otherwise rounding is all that is left
-        for whole, part in ((indices, slots), (weights, held), (points, vectors), (error, after)):
-            whole[rows[fell]] = part[fell]
+        for whole, part in ((indices, slots), (weights, held), (points, vectors)):
+            whole[rows[fell], :open_] = part[fell]
+        error[rows[fell]] = after[fell]
         going = fell & (after > scale * _FINISHED**2) & ((held > 0).sum(-1) < limit)
     return Combination(indices, weights, error)
 

@@ -1,0 +1,136 @@
+"""What a method swapped into every layer does to the end of a model: `python -m sparing.measure.swap minilm`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparing.method import Method
+from sparing.method import method as _method
+from sparing.spec import split_specs
+
+#: Three budgets of every method that is meant for pretrained weights, and the settings of its paper.
+ENCODER = (
+    "window(size=64)", "window(size=128)", "window(size=256)",
+    "window(size=64, sinks=1)", "window(size=128, sinks=1)", "window(size=256, sinks=1)",
+    "nystrom(landmarks=16)", "nystrom(landmarks=64)", "nystrom(landmarks=128)",
+    "lsh(rounds=4, chunk=16)", "lsh(rounds=4, chunk=32)", "lsh(rounds=4, chunk=64)",
+    "random_features(features=64)", "random_features(features=256)", "random_features(features=1024)",
+    "monte_carlo(alpha=0.1)", "monte_carlo(alpha=0.2)", "monte_carlo(alpha=0.4)",
+    "monte_carlo(alpha=0.1, samples=shared)", "monte_carlo(alpha=0.2, samples=shared)",
+    "monte_carlo(alpha=0.4, samples=shared)",
+    "monte_carlo(alpha=0.1, estimator=mean)", "monte_carlo(alpha=0.2, estimator=mean)",
+    "monte_carlo(alpha=0.4, estimator=mean)",
+    "top_keys(keys=8)", "top_keys(keys=16)", "top_keys(keys=64)",
+    "value_aware(keys=4)", "value_aware(keys=8)", "value_aware(keys=16)",
+    "sampled(samples=16)", "sampled(samples=64)", "sampled(samples=256)",
+)  # fmt: skip
+
+#: A window of `size` shows a causal model size / 2 earlier keys.
+DECODER = (
+    "window(size=256)", "window(size=512)", "window(size=1024)",
+    "window(size=256, sinks=4)", "window(size=512, sinks=4)", "window(size=1024, sinks=4)",
+    "top_keys(keys=8)", "top_keys(keys=16)", "top_keys(keys=32)", "top_keys(keys=65)",
+    "value_aware(keys=8)", "value_aware(keys=16)", "value_aware(keys=32)", "value_aware(keys=65)",
+)  # fmt: skip
+
+
+class Swap(NamedTuple):
+    """One method in all layers."""
+
+    method: Method
+    mean: float  #: cosine of the embeddings, or perplexity
+    worst: float  #: the worst document
+
+
+@torch.no_grad()
+def embeddings(model: Any, ids: Tensor) -> Tensor:
+    """The mean of the last hidden states of unpadded texts [documents, n], one text at a time."""
+    return torch.cat([model(input_ids=one[None]).last_hidden_state.mean(1) for one in ids])
+
+
+@torch.no_grad()
+def perplexity(model: Any, ids: Tensor) -> Tensor:
+    """exp of the mean negative log-likelihood of the next token, for each text of [documents, n]."""
+    return torch.stack([model(input_ids=one[None], labels=one[None], use_cache=False).loss.exp() for one in ids])
+
+
+def swap(model: Any, ids: Tensor, specs: Iterable[str | Method], *, decoder: bool, seed: int = 0) -> Iterator[Swap]:
+    """Each method in turn; `exact` comes first."""
+    from sparing.transformers import approximate
+
+    before = None if decoder else embeddings(model, ids)
+    for spec in ("exact", *specs):
+        chosen = _method(spec)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*needs further training")
+            handle = approximate(model, chosen, seed=seed)
+        with handle:
+            if before is None:
+                found = perplexity(model, ids)
+                yield Swap(chosen, float(found.log().mean().exp()), float(found.max()))
+            else:
+                found = torch.nn.functional.cosine_similarity(embeddings(model, ids), before)
+                yield Swap(chosen, float(found.mean()), float(found.min()))
+
+
+def texts_of(path: str) -> list[str]:
+    """The documents of a text file, one per line."""
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line]
+
+
+def cut(texts: Iterable[str], encode: Callable[[str], Sequence[int]], length: int, documents: int) -> Tensor:
+    """[documents, length] token ids of the first texts that are long enough."""
+    rows: list[list[int]] = []
+    for text in texts:
+        ids = list(encode(text))
+        if len(ids) >= length:
+            rows.append(ids[:length])
+        if len(rows) == documents:
+            return torch.tensor(rows)
+    raise ValueError(f"only {len(rows)} texts have {length} tokens; ask for fewer documents than {documents}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the table to standard output, a row as soon as it is measured."""
+    parser = argparse.ArgumentParser(prog="python -m sparing.measure.swap", description=__doc__)
+    parser.add_argument("model", choices=("minilm", "smollm2"))
+    parser.add_argument(
+        "--methods", help="comma-separated specs; default: every training-free method, or windows and oracles"
+    )
+    parser.add_argument("--length", type=int, help="tokens per document; default: 512 for minilm, 2048 for smollm2")
+    parser.add_argument("--documents", type=int, help="default: 8 for minilm, 1 for smollm2")
+    parser.add_argument("--text", help="a text file with one document per line; default: Python help topics")
+    options = parser.parse_args(arguments)
+    from sparing.tasks import minilm, smollm2
+    from sparing.tasks.text import python_topics
+
+    decoder = options.model == "smollm2"
+    model, tokenizer = smollm2.load() if decoder else minilm.load()
+    length = options.length or (2048 if decoder else 512)
+    texts = texts_of(options.text) if options.text else python_topics()
+    limit = {} if decoder else {"truncation": True, "max_length": length}
+    ids = cut(
+        texts, lambda text: tokenizer(text, **limit)["input_ids"], length, options.documents or (1 if decoder else 8)
+    )
+    specs = split_specs(options.methods) if options.methods else DECODER if decoder else ENCODER
+    unit = "perplexity" if decoder else "cosine"
+    sys.stdout.write(f"| method | {unit} | worst of {len(ids)} |\n|---|---|---|\n")
+    for row in swap(model, ids, specs, decoder=decoder):
+        digits = 2 if decoder or math.isnan(row.mean) else 4
+        sys.stdout.write(f"| `{row.method}` | {row.mean:.{digits}f} | {row.worst:.{digits}f} |\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
