@@ -161,11 +161,13 @@ def test_copies_of_an_approximated_model_are_approximated(bert):
     exact = run(bert, given)
     for spec in ("window(size=4)", "monte_carlo(alpha=1.0)"):
         with sparing.approximate(bert, spec):
+            untried = copy.deepcopy(bert)
             out = run(bert, given)
             twin, thawed = copy.deepcopy(bert), pickle.loads(pickle.dumps(bert))
         assert torch.equal(run(bert, given), exact)
         assert torch.equal(run(twin, given), out)
         assert torch.equal(run(thawed, given), out)
+        assert torch.equal(run(untried, given), out)
 
 
 def test_weights_that_move_while_approximated_stay_moved(bert):
@@ -194,6 +196,15 @@ def test_two_threads_on_one_model(bert):
         for thread in threads:
             thread.join()
     assert found == {0: True, 1: True}
+
+
+def test_a_compiled_model_may_be_approximated_too(bert):
+    given = inputs("bert")
+    with sparing.approximate(torch.compile(bert, backend="eager"), "window(size=4)") as handle:
+        assert list(handle.recipe.layers) == [LAYER.format(0), LAYER.format(1)]
+        out = run(bert, given)
+    with sparing.approximate(bert, "window(size=4)"):
+        assert torch.equal(run(bert, given), out)
 
 
 def test_layers_draw_from_streams_of_their_own():
@@ -315,6 +326,23 @@ def test_custom_and_packed_masks_reach_the_method_or_are_refused():
             pytest.raises(sparing.Unsupported, match=r"model\.layers\.0\.self_attn: window does not support attn_mask"),
         ):
             run(model, given)
+
+
+def test_a_causal_mask_that_was_written_out_is_recognised():
+    model, given = build("llama"), inputs("llama")
+    keep = given["attention_mask"].bool()
+    square = torch.ones(24, 24).tril().bool() & keep[:, None, None, :]
+    added = torch.zeros(square.shape).masked_fill(~square, torch.finfo(torch.float32).min)
+    bent = square.clone()
+    bent[:, :, 20, 10] = False
+    with sparing.approximate(model, "window(size=6)"):
+        out = run(model, given)
+        for mask in (square, added):
+            assert torch.equal(run(model, {**given, "attention_mask": mask})[keep], out[keep])
+        with pytest.raises(sparing.Unsupported, match="attn_mask"):
+            run(model, {**given, "attention_mask": bent})
+        with pytest.raises(sparing.Unsupported, match="attn_mask"):
+            run(model, {**given, "attention_mask": added.clamp_min(-5.0)})
 
 
 def test_arguments_that_nobody_knows_are_refused(bert):

@@ -136,6 +136,7 @@ def _warn(wanted: dict[int, Choice]) -> None:
 
 def base_name(model: nn.Module, name: str) -> str:
     """The name within the base model, so that a recipe fits with and without a head."""
+    name = name.removeprefix("_orig_mod.")  # of a compiled model
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     return name.removeprefix(prefix) if prefix != "." else name
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from sparing.method import Method
 from sparing.transformers.choose import Layers, What, base_name, choose
@@ -156,7 +155,7 @@ def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], Non
         if not isinstance(present, Deferred):
             setattr(layer.module, layer.value, Deferred(present, slot))
     if not choice.exact and not slot.served:
-        undo.append(_probation(layer, slot).remove)
+        undo.append(layer.module.register_forward_hook(_Probation(slot)).remove)
 
 
 def _drop(layer: Layer, slot: Slot, choice: Choice) -> None:
@@ -167,18 +166,15 @@ def _drop(layer: Layer, slot: Slot, choice: Choice) -> None:
             setattr(layer.module, layer.value, present.restored())
 
 
-def _probation(layer: Layer, slot: Slot) -> RemovableHandle:
-    """Until the layer has called sparing once, see that it does: it may follow another rule than its code suggests."""
+class _Probation:
+    """A forward hook that sees to it that the layer calls sparing: its code may have rules that do not show."""
 
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not slot.serving:
-            return
-        if not slot.served:
-            raise RuntimeError(f"{slot.name}: {type(module).__name__} did not call sparing; leave it exact")
-        hook.remove()
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
 
-    hook = layer.module.register_forward_hook(check)
-    return hook
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self.slot.serving and not self.slot.served:
+            raise RuntimeError(f"{self.slot.name}: {type(module).__name__} did not call sparing; leave it exact")
 
 
 def _running(layer: Layer) -> Method | None:

@@ -55,28 +55,32 @@ def attention_function(
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
             raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; leave it exact")
-    n_q, n_k = query.shape[2], key.shape[2]
-    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    whole = attention_mask is None or attention_mask.ndim == 2  # the mask function left causality to us
-    causal = causal and n_q > 1 and whole
-    if attention_mask is not None and attention_mask.ndim == 2 and not causal:
-        raise RuntimeError(f"{slot.name}: a causal mask of shape {list(attention_mask.shape)} in a layer that is not")
-
     if not torch.compiler.is_compiling():
         slot.served = True
-    choice = slot.choice
-    decodes = (n_q == 1 and n_k > 1) or (n_q < n_k and not causal and not slot.cross and attention_mask is not None)
     given: Tensor | Projection = value
     if slot.projects:
         given = getattr(module, slot.value or "").take(value, query)
-    if choice is None or choice.exact or decodes:
-        value = given if isinstance(given, Tensor) else given.project(key.shape[1])
-        if attention_mask is not None and attention_mask.ndim == 2:
+
+    n_q, n_k = query.shape[2], key.shape[2]
+    choice, exact = slot.choice, slot.choice is None or slot.choice.exact
+    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    if causal and not exact and n_q == n_k > 1 and attention_mask is not None and attention_mask.ndim == 4:
+        attention_mask = _reduced(attention_mask)
+    small = attention_mask is None or attention_mask.ndim == 2  # the mask function left causality to us
+    causal = causal and n_q > 1 and small
+    if attention_mask is not None and small and not causal:
+        raise RuntimeError(f"{slot.name}: a causal mask of shape {list(attention_mask.shape)} in a layer that is not")
+
+    continues = (n_q == 1 and n_k > 1) or (n_q < n_k and not small and not slot.cross)
+    if choice is None or exact or continues:
+        if isinstance(given, Projection):
+            given = given.project(key.shape[1])
+        if attention_mask is not None and small:
             attention_mask = _square(attention_mask, n_k)
         if position_bias is not None:
             others["position_bias"] = position_bias
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+            module, query, key, given, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
 
     if causal and n_k > n_q:  # the prompt in a static cache, whose other slots are empty
@@ -131,6 +135,18 @@ def _square(padding: Tensor, n_k: int) -> Tensor:
     n_q = padding.shape[1]
     causal = torch.ones(n_q, n_k, dtype=torch.bool, device=padding.device).tril()
     return causal & nn.functional.pad(padding, (0, n_k - n_q))[:, None, None, :]
+
+
+def _reduced(mask: Tensor) -> Tensor:
+    """A causal mask with padding that was written out, as its padding [B, n]; any other mask as it is."""
+    if torch.compiler.is_compiling() or mask.shape[1] != 1 or mask.requires_grad:
+        return mask
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    padding = shown[:, 0, -1]
+    plain = torch.equal(shown, _square(padding, padding.shape[1]))
+    if plain and mask.dtype != torch.bool:  # nothing but 0 and the lowest number
+        plain = bool((mask[~shown] <= torch.finfo(mask.dtype).min).all())
+    return padding if plain else mask
 
 
 def _add(bias: Tensor, mask: Tensor | None) -> Tensor:
