@@ -257,6 +257,8 @@ def test_models_with_attention_of_their_own_are_refused(name):
         sparing.Unsupported, match=r"layer.*computes its own attention, for which sparing has no adapter"
     ):
         sparing.approximate(model, "nystrom")
+    with pytest.raises(sparing.Unsupported, match="computes its own attention"):
+        sparing.approximate(model, "exact")
     assert state(model) == before
 
 

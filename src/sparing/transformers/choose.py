@@ -52,11 +52,16 @@ def _from_method(
         return {index: replace(choice) for index in _select(places, layers, "layers")}, {}
     exact = {}
     for layer in places:
-        if not choice.exact and (layer.foreign is not None or layer.window is not None):
-            exact[layer.index] = layer.foreign or f"it attends within a window of {layer.window} tokens already"
+        if layer.foreign is not None:
+            exact[layer.index] = layer.foreign
+        elif layer.window is not None and not choice.exact:
+            exact[layer.index] = f"it attends within a window of {layer.window} tokens already"
     if len(exact) == len(places):
         first = places[0]
-        raise Unsupported(f"{first.name} and all other layers stay exact: {exact[first.index]}; name them in layers")
+        way_out = (
+            "leave this model as it is" if first.foreign else "name the layers in `layers` to change them all the same"
+        )
+        raise Unsupported(f"{first.name} and all other layers stay as they are: {exact[first.index]}; {way_out}")
     return {layer.index: replace(choice) for layer in places if layer.index not in exact}, exact
 
 

@@ -38,10 +38,10 @@ class Layer:
     def refusal(self, method: Method) -> str | None:
         """Why this layer cannot run the method; None where it can."""
         can, name = method.supports, method.name
-        if name == "exact":
-            return None
         if self.foreign is not None:
             return self.foreign
+        if name == "exact":
+            return None
         if self.window is not None and not can.attn_mask:
             return f"it attends within a window of {self.window} tokens, by a mask that {name} does not support"
         if self.causal and not can.causal:

@@ -54,7 +54,7 @@ def attention_function(
     slot = slot_of(module) or resolve(module)
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
-            raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; leave it exact")
+            raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; restore the model")
     if not torch.compiler.is_compiling():
         slot.served = True
     given: Tensor | Projection = value
