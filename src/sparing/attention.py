@@ -101,12 +101,16 @@ def inspect(
     query_mask: Tensor | None = None,
     streams: Sequence[int] | None = None,
     state: nn.Module | None = None,
+    brief: bool = False,
 ) -> Inspection:
-    """`attention()` with what the method knows about its result: the log-sum-exp and its statistics."""
+    """`attention()` with what the method knows about its result: the log-sum-exp and its statistics.
+
+    brief: only the facts that come for free; the call then costs what `attention()` does.
+    """
     notes: dict[str, Tensor] = {}
     output = _run(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
-        state, notes, seed is None,
+        state, notes, seed is None, brief,
     )  # fmt: skip
     return Inspection(output, notes.pop("lse", None), notes)
 
@@ -128,6 +132,7 @@ def _run(
     state: nn.Module | None,
     notes: dict[str, Tensor] | None,
     slot_keyed_dropout: bool,
+    brief: bool = False,
 ) -> Tensor:
     chosen = _method(spec)
     inputs = check_inputs(
@@ -158,6 +163,7 @@ def _run(
             slot_keyed_dropout=slot_keyed_dropout,
             state=state,
             statistics=notes,
+            brief=brief,
         )
         chosen.check(q, k, call)
         shape = (*query.shape[:3], inputs.value_dim)

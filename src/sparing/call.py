@@ -29,6 +29,7 @@ class Call:
     slot_keyed_dropout: bool = False  #: each batch slot drops its own weights (calls without an explicit seed)
     state: nn.Module | None = None  #: the method's learned state, when a module owns one
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
+    brief: bool = False  #: of the statistics, only those that come for free
 
     def note(self, **values: Tensor) -> None:
         """Keep facts about the computation for `inspect()`; free when nobody asked."""
@@ -37,8 +38,8 @@ class Call:
 
     @property
     def noted(self) -> bool:
-        """Whether somebody will read what `note` is given."""
-        return self.statistics is not None
+        """Whether facts that take extra work are asked for; those at hand may be noted in any case."""
+        return self.statistics is not None and not self.brief
 
     def visible(self, n_q: int, n_k: int, device: torch.device) -> Tensor | None:
         """Boolean, broadcastable to (B, H, n_q, n_k): which keys a query may attend to; None when all."""
