@@ -106,11 +106,13 @@ def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Te
 
 
 def ragged_product(
-    x: Tensor, w: Tensor, law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool
-) -> Tensor:
+    x: Tensor, w: Tensor, law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool,
+    skip: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`sampled_product` of the lists of `draw_features` at the cost of its sum r_j draws: each adds one row of w.
 
     x (B, n, d), w (H, d, e) -> (B, H, n, e). Tokens with r_j = d, which are to be projected, cost and give nothing.
+    skip: (H,), how many draws of each list come before the r_j that are used; None for 0.
     """
     heads, d, e = w.shape
     batch, _, n = counts.shape
@@ -120,8 +122,9 @@ def ragged_product(
     token = torch.arange(len(r), device=r.device).repeat_interleave(r)
     turn = torch.arange(len(token), device=r.device) - (ends - r)[token]
     head = token // (batch * n)
+    turn = turn if skip is None else turn + skip[head]
     index = turn if shared else ranks.transpose(0, 1).flatten()[token] * d + turn
-    uniform = _uniform(draws, _PURPOSES[shared], head, index, int(r.max()) if shared else n * d)
+    uniform = _uniform(draws, _PURPOSES[shared], head, index, d if shared else n * d)
     if stratified:
         uniform = (turn + uniform) / r[token]
     parts = uniform.split(r.view(heads, -1).sum(-1).tolist())
@@ -138,8 +141,9 @@ def ragged_product(
 def _uniform(draws: Draws, purpose: str, head: Tensor, index: Tensor, size: int) -> Tensor:
     """Element `index` of the numbers 0 .. size - 1 of stream `head`, for each pair of them."""
     # Philox makes four numbers at a time: a table of all is cheaper unless fewer than a quarter is wanted.
-    if 4 * len(index) > size * len(draws.streams):
-        return draws.uniform(purpose, size).flatten()[head * size + index]
+    streams, place = draws.streams.unique(return_inverse=True)
+    if 4 * len(index) > size * len(streams):
+        return Draws(draws.seed, streams).uniform(purpose, size).flatten()[place[head] * size + index]
     return Draws(draws.seed, draws.streams[head]).uniform_at(purpose, index)
 
 
