@@ -13,6 +13,18 @@ from sparing.call import Call
 from sparing.draws import Draws
 from sparing.maths import dense
 from sparing.maths.derivatives import once_differentiable
+from sparing.maths.levels import (
+    block_pairs,
+    level_of,
+    levels,
+    project_blocks,
+    running_maximum,
+    used_levels,
+    versions,
+    weigh,
+    weigh_versions,
+)
+from sparing.maths.row_blocks import RowBlock, cut_rows, row_facts, stack_facts, weigh_rows
 from sparing.maths.sampling import (
     draw_features,
     feature_law,
@@ -41,21 +53,32 @@ class MonteCarlo(Method):
     count the valid tokens; code that counts padding reaches the same r with a larger alpha. It saves work of the
     projection only, nothing of the n^2. Compare with estimator="mean" first: it often errs less for the same work.
 
-    M_j looks at every query, so later queries would change earlier rows through r_j: causal calls are refused, also
-    when causality comes as attn_mask (aligned to the first or to the last key). Any other mask that hides keys from
-    some queries is applied to A, but r_j still depends on all queries: such a mask (that of a prefix language model,
-    for example) is no guarantee against looking ahead. Where n_q == n_k, a query whose own key no query can see
-    counts as padding and stays out of M_j, unless query_mask says otherwise. The gradient treats counts and samples
-    as constants; second derivatives need impl="reference".
+    Causal calls (is_causal=True) give each row its own counts, which look at nothing after it: r_ij from the N_i keys
+    that row i sees and M_ij = max_{i' <= i} A_i'j, rounded up to 1, 2, 4, ..., d. Row i uses the first r_ij samples of
+    token j ("stratified": strata of r_ij samples), so that its error is at most alpha beta_i |W|_F, beta_i over the
+    keys that it sees. In the last row these are the paper's counts. Early rows average over few tokens, so that the
+    same alpha errs far more than in a call that is not causal. A H is then one product for each count in use, and a
+    token can be sampled for early rows and projected for late ones: beyond a few dozen tokens that is more work than
+    exact attention. The baselines choose their tokens row by row; "mean" takes the mean of the keys that the row sees,
+    for which all tokens are projected: it then saves nothing.
 
-    `inspect()` gives counts (r), rate (the mean of r / d over valid tokens), padded_rate (over all slots, the
-    paper's), certificate (a bound of each row's root mean square error) and, for sampling, bound (that of the theorem).
+    A causal attn_mask without is_causal=True is refused (aligned to the first or to the last key): later queries would
+    change earlier rows through r_j. Any other mask that hides keys from some queries is applied to A, but r_j still
+    depends on all queries: such a mask (that of a prefix language model, for example) is no guarantee against looking
+    ahead; together with is_causal=True it is. Where n_q == n_k, a query whose own key no query can see counts as
+    padding and stays out of M_j, unless query_mask says otherwise or the call is causal. The gradient treats counts and
+    samples as constants; second derivatives need impl="reference".
+
+    `inspect()` gives counts (r; causal: the largest r_ij of each token), rate (the mean of r / d over valid tokens),
+    padded_rate (over all slots, the paper's), certificate (a bound of each row's root mean square error) and, for
+    sampling, bound (that of the theorem; causal: of each row). For causal calls also products (A H products that are
+    run, the mean over rows) and terms (rows of W that are added up for all versions of a token).
 
     alpha: error allowed; 0 is exact.
     samples: "independent" (a list of samples per token) or "shared" (one list per head, of which token j uses the
         first r_j; errors of tokens then add up instead of averaging out).
     estimator: "sample"; "stratified" (one sample from each of r_j equal parts of p: less variance); or a baseline
-        that draws nothing and projects floor(sum r_j / d) tokens, those with the largest M_j, exactly: "drop" takes
+        that draws nothing and projects floor(sum_j r_j / d) tokens, those with the largest M_j, exactly: "drop" takes
         H_j = 0 for the others, "mean" the projected mean of the valid hidden states.
 
     >>> q, k = torch.randn(2, 1, 4, 32, 16).unbind(0)
@@ -68,7 +91,7 @@ class MonteCarlo(Method):
     name = "monte_carlo"
     budget = "alpha"
     supports = Supports(
-        attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True, training_free=True
+        causal=True, attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True, training_free=True
     )
 
     alpha: float = knob(0.2, minimum=0)
@@ -84,7 +107,7 @@ class MonteCarlo(Method):
         return replace(type(self).supports, stochastic=self.alpha > 0 and self._samples)
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
-        if call.mask is None or call.mask.shape[-2] == 1:
+        if call.is_causal or call.mask is None or call.mask.shape[-2] == 1:
             return
         # A mask that hides all keys after a query's own, or after its place at the end of the keys, is causal.
         n_q, n_k = q.shape[-2], k.shape[-2]
@@ -95,12 +118,14 @@ class MonteCarlo(Method):
             hides = ~visible.triu(first).flatten(-2).any(-1)
             if bool((hides & visible[..., first:].flatten(-2).any(-1)).any()):
                 raise Unsupported(
-                    "monte_carlo does not support a causal attn_mask (its sample counts look at all queries); "
-                    "use a causal method such as 'window' or 'exact'"
+                    "monte_carlo does not support a causal attn_mask (its sample counts would look at later queries); "
+                    "pass is_causal=True, or use 'exact' if the queries stand at the end of the keys"
                 )
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
         assert isinstance(v, Projection)
+        if call.is_causal:
+            return self._reference_by_row(q, k, v, call)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         weights, valid, counts, center = self._weigh(q, k, v, call)
         values = v.project(heads)  # for rows with r_j = d (B, H_kv, n_k, e)
@@ -120,6 +145,8 @@ class MonteCarlo(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
         """Projects the tokens with r_j = d only, and adds one row of W for each sample of the others."""
         assert isinstance(v, Projection)
+        if call.is_causal:
+            return self._by_row(q, k, v, call)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         weights, valid, counts, center = self._weigh(q, k, v, call)
         if bool((counts == d).all()):
@@ -131,8 +158,8 @@ class MonteCarlo(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor | None:
         """Finds M_j, samples and projects by kernels, and leaves A H to exact attention; no matrix A is made."""
         assert isinstance(v, Projection)
-        if call.mask is not None or v.x.shape[-1] == 0:
-            return None  # a mask by query is as large as A, and without features there is nothing to sample
+        if call.mask is not None or call.is_causal or v.x.shape[-1] == 0:
+            return None  # a mask or counts by query are as large as A; without features there is nothing to sample
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         valid, counts, lse = self._count(q, k, v, call)
         center = v.x.new_zeros(1, 1, 1, d)
@@ -150,14 +177,133 @@ class MonteCarlo(Method):
             self._note(lse, certificate, v, valid, counts, call)
         return _attend(q, k, values, quiet)
 
+    def _reference_by_row(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> Tensor:
+        """Causal calls: r_ij in place of r_j."""
+        (batch, _, n_q, _), n_k, d = q.shape, k.shape[2], v.x.shape[-1]
+        heads = q.shape[1] // call.groups
+        weights, lse = dense.softmax(dense.logits(q, k, call))  # A (B, H, n_q, n_k), exact
+        visible = call.visible(n_q, n_k, q.device)
+        assert visible is not None
+        seen = visible.expand(batch, q.shape[1], n_q, n_k).unflatten(1, (heads, -1)).any(2)
+        received = weights.detach().unflatten(1, (heads, -1)).amax(2)
+        if call.influence is not None:
+            received = received.masked_fill(~call.influence[:, None, :, None], 0.0)
+        received = running_maximum(received)  # M (B, H_kv, n_q, n_k)
+        counts = self._budget(received, seen.sum(-1), d)  # r
+        values, w = v.project(heads), v.weight.unflatten(0, (heads, -1)).mT
+        bias = 0.0 if v.bias is None else v.bias.view(heads, 1, -1)
+
+        def grouped(t: Tensor) -> Tensor:
+            return t.repeat_interleave(call.groups, dim=1)
+
+        if self._samples:
+            counts = torch.tensor(levels(d), device=q.device)[level_of(counts, d).long()]
+            out, law = torch.zeros((), dtype=q.dtype, device=q.device), feature_law(w)
+            lists = self._lists(_kept(call, batch, heads, n_k), call)
+            for r in counts.unique().tolist():
+                if r < d:
+                    same = torch.full((batch, heads, n_k), r, device=q.device)
+                    picks = draw_features(law, same, **lists)
+                    values_r = sampled_product(v.x.unsqueeze(1), w, law, picks, same) + bias
+                else:
+                    values_r = values
+                out = out + weigh(weights * grouped(counts == r), grouped(values_r))
+        else:
+            exact = grouped(counts == d)
+            center = v.x.new_zeros(1, 1, 1, d)
+            if self.estimator == "mean":
+                center = seen.to(q.dtype) / seen.sum(-1, keepdim=True).clamp_min(1) @ v.x.unsqueeze(1)
+            rough = (center @ w + bias).expand(batch, heads, -1, -1)  # (B, H_kv, n_q or 1, e)
+            out = weigh(weights * exact, grouped(values)) + (weights * ~exact).sum(-1, keepdim=True) * grouped(rough)
+        if call.noted:
+            by_head = weights.unflatten(1, (heads, -1)), lse.unflatten(1, (heads, -1))
+            facts = []
+            for i in range(batch * heads):
+                b, h = divmod(i, heads)
+                blocks = cut_rows(by_head[0][b, h], by_head[1][b, h], seen[b, h], counts[b, h], d)
+                facts.append(self._facts(blocks, v, b, h, heads))
+            self._note_rows(facts, batch, call)
+        return out
+
+    def _by_row(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> Tensor:
+        """The same one key-value head at a time; what has to be sampled is known when all its rows are weighed."""
+        (batch, _, n_q, _), n_k, d = q.shape, k.shape[2], v.x.shape[-1]
+        heads = q.shape[1] // call.groups
+        if self.alpha == 0 and not call.noted:
+            return _attend_finite(q, k, v.project(heads), call)
+        visible = call.visible(n_q, n_k, q.device)
+        assert visible is not None
+        bias = None if call.mask is None or call.mask.dtype == torch.bool else call.mask
+
+        def of_head(t: Tensor, b: int, h: int) -> Tensor:  # (g or 1, n_q, n_k)
+            t = t[b if len(t) > 1 else 0].expand(-1, n_q, n_k)
+            return t if len(t) == 1 else t[h * call.groups : (h + 1) * call.groups]
+
+        def budget(received: Tensor, tokens: Tensor) -> Tensor:
+            return self._budget(received, tokens, d)
+
+        lists = self._lists(_kept(call, batch, heads, n_k), call)
+        draws, ranks = lists.pop("draws"), lists.pop("ranks")
+        xs, ws = v.x.unbind(0), v.weight.unflatten(0, (heads, -1)).mT.unbind(0)
+        bs = None if v.bias is None else v.bias.view(heads, -1).unbind(0)
+        qs = q.unflatten(1, (heads, -1)).flatten(0, 1).unbind(0)
+        ks = k[:, :: call.groups].flatten(0, 1).unbind(0)
+        outs, facts = [], []
+        for i, (mine, keys) in enumerate(zip(qs, ks, strict=True)):
+            b, h = divmod(i, heads)
+            blocks = weigh_rows(
+                mine, keys, of_head(visible, b, h), None if bias is None else of_head(bias, b, h),
+                None if call.influence is None else call.influence[b], call.scale, budget, d,
+            )  # fmt: skip
+            used = used_levels([block.codes for block in blocks], n_k, d)
+            if self._samples:
+                own = Draws(draws.seed, draws.streams[h : h + 1])
+                table = versions(xs[b], ws[h], used, ranks[b, h], own, **lists)
+                parts = [weigh_versions(a.weights, table[:, : a.codes.shape[-1]], a.codes) for a in blocks]
+            else:
+                parts = self._whole_rows(blocks, xs[b], ws[h], used[-1])
+            if bs is not None:
+                parts = [part + a.weights.sum(-1, keepdim=True) * bs[h] for part, a in zip(parts, blocks, strict=True)]
+            outs.append(torch.cat(parts, dim=1))
+            if call.noted:
+                facts.append(self._facts(blocks, v, b, h, heads))
+        if call.noted:
+            self._note_rows(facts, batch, call)
+        return torch.stack(outs).unflatten(0, (batch, heads)).flatten(1, 2)
+
+    def _whole_rows(self, blocks: list[RowBlock], x: Tensor, w: Tensor, exact: Tensor) -> list[Tensor]:
+        """Without the bias. "mean" projects all tokens: the mean of those that a row sees is the projected mean."""
+        if self.estimator == "drop":
+            values = project_blocks(x, w, exact)
+            return [weigh(a.weights * (a.codes > 0), values[: a.codes.shape[-1]]) for a in blocks]
+        values = x @ w
+        parts = []
+        for a in blocks:
+            rest = (a.weights * (a.codes == 0)).sum(-1, keepdim=True)
+            parts.append(weigh(a.weights * (a.codes > 0) + rest * a.share, values[: a.codes.shape[-1]]))
+        return parts
+
+    def _facts(self, blocks: list[RowBlock], v: Projection, b: int, h: int, heads: int) -> dict[str, Tensor]:
+        used = used_levels([block.codes for block in blocks], v.x.shape[1], v.x.shape[-1])
+        size = v.weight.unflatten(0, (heads, -1))[h].norm()
+        return row_facts(blocks, used, v.x[b], size, estimator=self.estimator)
+
+    def _note_rows(self, facts: list[dict[str, Tensor]], batch: int, call: Call) -> None:
+        found = stack_facts(facts, batch)
+        bound = found.pop("bound")
+        if self._samples:
+            found["bound"] = self.alpha * bound
+        for name in ("lse", "certificate"):
+            found[name] = found[name].flatten(1, 2)
+        call.note(**found)
+
     def _count(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Which keys count and r (B, H_kv, n_k), by a kernel; the log-sum-exp (B, H, n_q)."""
         batch, heads, n_k, d = q.shape[0], q.shape[1] // call.groups, k.shape[2], v.x.shape[-1]
         largest, lse = received(q.detach(), k.detach(), call.keep, call.influence, call.scale)
         weight = largest.unflatten(1, (heads, -1)).amax(2)
-        keep = torch.ones(batch, n_k, dtype=torch.bool, device=q.device) if call.keep is None else call.keep
-        valid = keep[:, None].expand(batch, heads, n_k)
-        return valid, self._budget(weight, valid, d), lse
+        valid = _kept(call, batch, heads, n_k)
+        return valid, self._budget(weight, valid.sum(-1), d), lse
 
     def _project(self, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> Tensor:
         """H + b (B, H_kv, n_k, e) by plain PyTorch; tokens without samples give b."""
@@ -177,8 +323,8 @@ class MonteCarlo(Method):
         filled = values + center @ v.weight.unflatten(0, (counts.shape[1], -1)).mT
         return torch.where((counts == v.x.shape[-1]).unsqueeze(-1), values, filled)
 
-    def _budget(self, received: Tensor, valid: Tensor, features: int) -> Tensor:
-        counts = sample_counts(received, valid.sum(-1), self.alpha, features)  # eq. 9
+    def _budget(self, received: Tensor, tokens: Tensor, features: int) -> Tensor:
+        counts = sample_counts(received, tokens, self.alpha, features)  # eq. 9
         return counts if self._samples else whole_counts(received, counts, features)
 
     def _weigh(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -186,7 +332,7 @@ class MonteCarlo(Method):
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         weights, lse = dense.softmax(dense.logits(q, k, call))  # exact
         valid, received = _received(weights.detach(), heads, call)  # M (B, H_kv, n_k)
-        counts = self._budget(received, valid, d)
+        counts = self._budget(received, valid.sum(-1), d)
         center = v.x.new_zeros(1, 1, 1, d)
         if self.estimator == "mean" and bool((counts < d).any()):
             center = mean_token(v.x, valid)
@@ -224,6 +370,8 @@ class MonteCarlo(Method):
         A sample counts as a multiply-add for each of the e columns. The random numbers, which are no FLOPs, and the
         search for the features are not counted; they can take more time than all the rest.
         """
+        if shape.causal:
+            return self._cost_by_row(shape, statistics)
         units, tokens = shape.batch * shape.heads, shape.batch * (shape.kv_heads or shape.heads) * shape.keys
         d, rate, draws = shape.in_features or 0, 1.0, 0.0
         if statistics is not None:
@@ -236,6 +384,24 @@ class MonteCarlo(Method):
         # Projected tokens are gathered one head at a time; a draw takes ten to twenty numbers of eight bytes.
         room = units * shape.pairs + tokens * shape.value_dim + shape.batch * shape.keys * d + 32 * draws
         return Cost(flops, 4.0 * room, float(shape.keys))
+
+    def _cost_by_row(self, shape: Shape, statistics: Mapping[str, Tensor] | None) -> Cost:
+        heads, d, e = shape.kv_heads or shape.heads, shape.in_features or 0, shape.value_dim
+        units, tokens = shape.batch * shape.heads, shape.batch * heads * shape.keys
+        if self.alpha == 0:
+            exact = method("exact").cost(shape)
+            return exact._replace(bytes=exact.bytes + 4.0 * tokens * e)
+        products, terms = 1.0, float(d)
+        if statistics is not None:
+            if "products" not in statistics:
+                raise ValueError("statistics: no 'products' for a causal shape; inspect() a call with is_causal=True")
+            products, terms = (float(statistics[name].double().mean()) for name in ("products", "terms"))
+        pairs = block_pairs(shape.queries, shape.keys)
+        flops = units * pairs * (2.0 * shape.head_dim + 1 + 2 * e * products) + 2.0 * e * tokens * terms
+        # One key-value head at a time: its weights and level numbers, the versions of its values, its draws.
+        room = pairs * (shape.heads / heads + 0.25) + shape.keys * e * len(levels(d)) + 32 * shape.keys * terms
+        visible = shape.batch * shape.queries * shape.keys / 4
+        return Cost(flops, 4.0 * (room + visible), shape.pairs / max(shape.queries, 1))
 
 
 class _ByKernel(torch.autograd.Function):
@@ -285,11 +451,27 @@ def _deviation(v: Projection, center: Tensor, counts: Tensor) -> Tensor:
     return off * _size(v, counts).unsqueeze(-1)
 
 
+def _kept(call: Call, batch: int, heads: int, n_k: int) -> Tensor:
+    """(B, H_kv, n_k): which keys are no padding."""
+    if call.keep is None:
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=call.draws.streams.device).expand(batch, heads, n_k)
+    return call.keep[:, None].expand(batch, heads, n_k)
+
+
 def _attend(q: Tensor, k: Tensor, values: Tensor, call: Call) -> Tensor:
     """A times the values of the key-value heads, as exact attention runs it."""
     exact, values = method("exact"), values.repeat_interleave(call.groups, dim=1)
     out = exact.native(q, k, values, call)
     return exact.fast(q, k, values, call) if out is None else out
+
+
+def _attend_finite(q: Tensor, k: Tensor, values: Tensor, call: Call) -> Tensor:
+    """`_attend`, where a value that overflowed spoils only the rows that use it: 0 * inf would be NaN."""
+    bad = ~values.detach().isfinite()
+    if not bool(bad.any()):
+        return _attend(q, k, values, call)
+    hit = _attend(q.detach(), k.detach(), bad.to(values.dtype), call) != 0
+    return _attend(q, k, values.masked_fill(bad, 0.0), call).masked_fill(hit, torch.nan)
 
 
 def _received(weights: Tensor, heads: int, call: Call) -> tuple[Tensor, Tensor]:
