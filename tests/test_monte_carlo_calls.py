@@ -255,7 +255,7 @@ def test_bad_settings_are_named(settings, message):
         monte_carlo.MonteCarlo(**settings)
 
 
-def test_causal_calls_are_refused_in_any_form():
+def test_a_causal_mask_is_refused_in_any_form():
     q, k, value = problem(n=9, heads=2)
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     additive = torch.zeros(9, 9).masked_fill(~causal, -torch.inf)
@@ -263,15 +263,17 @@ def test_causal_calls_are_refused_in_any_form():
     left_padded = causal & (torch.arange(9) > 3)
     one_head = torch.stack([causal, torch.ones_like(causal)])[None]
     for mask in (causal, additive, window, left_padded, one_head):
-        with pytest.raises(Unsupported, match="monte_carlo does not support a causal attn_mask"):
+        with pytest.raises(
+            Unsupported, match=r"monte_carlo does not support a causal attn_mask .* pass is_causal=True"
+        ):
             sparing.attention(q, k, value, mask, method="monte_carlo")
     with pytest.raises(Unsupported, match="causal attn_mask"):  # the last four queries of nine tokens
         sparing.attention(q[:, :, 5:], k, value, causal[5:], method="monte_carlo")
     for n_q in (2, 4):  # the first queries of nine tokens
         with pytest.raises(Unsupported, match="causal attn_mask"):
             sparing.attention(q[:, :, :n_q], k, value, causal[:n_q], method="monte_carlo")
-    with pytest.raises(Unsupported, match="is_causal"):
-        sparing.attention(q, k, value, is_causal=True, method="monte_carlo")
+    beside = sparing.attention(q, k, value, causal, is_causal=True, method="monte_carlo", seed=0)  # it says the same
+    torch.testing.assert_close(beside, sparing.attention(q, k, value, is_causal=True, method="monte_carlo", seed=0))
     only_first = torch.zeros(9, 9, dtype=torch.bool)
     only_first[:, 0] = True  # padding, not causality
     for mask in (only_first, torch.ones(9, 9, dtype=torch.bool).triu(), ~torch.eye(9, dtype=torch.bool)):
