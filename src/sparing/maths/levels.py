@@ -65,6 +65,11 @@ def used_levels(blocks: list[Tensor], n_k: int, features: int) -> Tensor:
     return used
 
 
+def largest_counts(used: Tensor, features: int) -> Tensor:
+    """The largest level that some row asks for (n_k,), of used (levels, n_k)."""
+    return (torch.tensor(levels(features), device=used.device)[:, None] * used).amax(0)
+
+
 def samples(used: Tensor, features: int, stratified: bool) -> tuple[Tensor, Tensor]:
     """Draws for each level but the first and the last (levels - 2, n), and how many of a list to skip (levels - 2,).
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from sparing.maths import dense
-from sparing.maths.levels import block_pairs, level_of, levels, present, row_blocks, row_terms, running_maximum
+from sparing.maths.levels import (
+    block_pairs,
+    largest_counts,
+    level_of,
+    levels,
+    present,
+    row_blocks,
+    row_terms,
+    running_maximum,
+)
 
 Budget = Callable[[Tensor, Tensor], Tensor]  # M (rows, n) and N (rows,) -> r (rows, n)
 
@@ -64,15 +73,30 @@ def cut_rows(weights: Tensor, lse: Tensor, seen: Tensor, counts: Tensor, feature
     ]
 
 
+def row_work(blocks: list[RowBlock], used: Tensor, features: int, *, estimator: str) -> dict[str, Tensor]:
+    """What one head takes: counts, products and terms of `inspect()`. used: (levels, n_k)."""
+    products, counts = 0, largest_counts(used, features)
+    for block in blocks:
+        products += block.codes.numel() * (len(present(block.codes)) if estimator not in ("drop", "mean") else 1)
+    pairs = block_pairs(sum(len(block.seen) for block in blocks), used.shape[-1])
+    by_mean, stratified = estimator == "mean", estimator == "stratified"
+    return {
+        "counts": counts,
+        "padded_rate": counts.double().mean() / max(features, 1),
+        "products": torch.tensor(products / pairs, dtype=torch.float64, device=used.device),
+        "terms": torch.full_like(counts, features) if by_mean else row_terms(used, features, stratified),
+    }
+
+
 def row_facts(blocks: list[RowBlock], used: Tensor, x: Tensor, size: Tensor, *, estimator: str) -> dict[str, Tensor]:
-    """What `inspect()` tells about one head.
+    """What `inspect()` tells about one head, beyond its work.
 
     used: (levels, n_k). x: (n_k, d). size: |W|_F. estimator: that of the method.
     """
-    d, by_mean, whole = x.shape[-1], estimator == "mean", estimator in ("drop", "mean")
+    d, by_mean = x.shape[-1], estimator == "mean"
     sizes = torch.tensor(levels(d), device=x.device)
     norms = x.norm(dim=-1)
-    certificate, bound, valid, products = [], [], torch.zeros_like(used[0]), 0
+    certificate, bound, valid = [], [], torch.zeros_like(used[0])
     for block in blocks:
         n = block.codes.shape[-1]
         counts = sizes[block.codes.long()]
@@ -83,18 +107,12 @@ def row_facts(blocks: list[RowBlock], used: Tensor, x: Tensor, size: Tensor, *, 
         certificate.append((block.weights * off).sum(-1) * size)
         bound.append((block.share * norms[:n]).sum(-1) * size)
         valid[:n] |= block.seen.any(0)
-        products += block.codes.numel() * (1 if whole else len(present(block.codes)))
-    counts = (sizes[:, None] * used).amax(0)
-    pairs = block_pairs(sum(len(block.seen) for block in blocks), len(x))
+    counts = largest_counts(used, d)
     return {
         "lse": torch.cat([b.lse for b in blocks], -1),
-        "counts": counts,
         "rate": (counts * valid).sum().double() / (valid.sum().clamp_min(1) * max(d, 1)),
-        "padded_rate": counts.double().mean() / max(d, 1),
         "certificate": torch.cat(certificate, -1),
         "bound": torch.cat(bound),  # for an alpha of 1
-        "products": torch.tensor(products / pairs, dtype=torch.float64, device=x.device),
-        "terms": torch.full_like(counts, d) if by_mean else row_terms(used, d, estimator == "stratified"),
     }
 
 

@@ -24,7 +24,7 @@ from sparing.maths.levels import (
     weigh,
     weigh_versions,
 )
-from sparing.maths.row_blocks import RowBlock, cut_rows, row_facts, stack_facts, weigh_rows
+from sparing.maths.row_blocks import RowBlock, cut_rows, row_facts, row_work, stack_facts, weigh_rows
 from sparing.maths.sampling import (
     draw_features,
     feature_law,
@@ -69,10 +69,10 @@ class MonteCarlo(Method):
     padding and stays out of M_j, unless query_mask says otherwise or the call is causal. The gradient treats counts and
     samples as constants; second derivatives need impl="reference".
 
-    `inspect()` gives counts (r; causal: the largest r_ij of each token), rate (the mean of r / d over valid tokens),
-    padded_rate (over all slots, the paper's), certificate (a bound of each row's root mean square error) and, for
-    sampling, bound (that of the theorem; causal: of each row). For causal calls also products (A H products that are
-    run, the mean over rows) and terms (rows of W that are added up for all versions of a token).
+    `inspect()` gives counts (r; causal: the largest r_ij of each token), tokens (valid keys), rate (the mean of r / d
+    over valid tokens), padded_rate (over all slots, the paper's), certificate (a bound of each row's root mean square
+    error) and, for sampling, bound (that of the theorem; causal: of each row). For causal calls also products (A H
+    products that are run, the mean over rows) and terms (rows of W that are added up for all versions of a token).
 
     alpha: error allowed; 0 is exact.
     samples: "independent" (a list of samples per token) or "shared" (one list per head, of which token j uses the
@@ -162,6 +162,7 @@ class MonteCarlo(Method):
             return None  # a mask or counts by query are as large as A; without features there is nothing to sample
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         valid, counts, lse = self._count(q, k, v, call)
+        call.note(counts=counts, tokens=valid.sum(-1))
         center = v.x.new_zeros(1, 1, 1, d)
         if bool((counts == d).all()):
             values = v.project(heads)
@@ -215,14 +216,14 @@ class MonteCarlo(Method):
                 center = seen.to(q.dtype) / seen.sum(-1, keepdim=True).clamp_min(1) @ v.x.unsqueeze(1)
             rough = (center @ w + bias).expand(batch, heads, -1, -1)  # (B, H_kv, n_q or 1, e)
             out = weigh(weights * exact, grouped(values)) + (weights * ~exact).sum(-1, keepdim=True) * grouped(rough)
-        if call.noted:
+        if call.statistics is not None:
             by_head = weights.unflatten(1, (heads, -1)), lse.unflatten(1, (heads, -1))
             facts = []
             for i in range(batch * heads):
                 b, h = divmod(i, heads)
                 blocks = cut_rows(by_head[0][b, h], by_head[1][b, h], seen[b, h], counts[b, h], d)
-                facts.append(self._facts(blocks, v, b, h, heads))
-            self._note_rows(facts, batch, call)
+                facts.append(self._facts(blocks, v, b, h, heads, call))
+            self._note_rows(facts, batch, _kept(call, batch, heads, n_k), call)
         return out
 
     def _by_row(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> Tensor:
@@ -242,7 +243,8 @@ class MonteCarlo(Method):
         def budget(received: Tensor, tokens: Tensor) -> Tensor:
             return self._budget(received, tokens, d)
 
-        lists = self._lists(_kept(call, batch, heads, n_k), call)
+        kept = _kept(call, batch, heads, n_k)
+        lists = self._lists(kept, call)
         draws, ranks = lists.pop("draws"), lists.pop("ranks")
         xs, ws = v.x.unbind(0), v.weight.unflatten(0, (heads, -1)).mT.unbind(0)
         bs = None if v.bias is None else v.bias.view(heads, -1).unbind(0)
@@ -265,10 +267,10 @@ class MonteCarlo(Method):
             if bs is not None:
                 parts = [part + a.weights.sum(-1, keepdim=True) * bs[h] for part, a in zip(parts, blocks, strict=True)]
             outs.append(torch.cat(parts, dim=1))
-            if call.noted:
-                facts.append(self._facts(blocks, v, b, h, heads))
-        if call.noted:
-            self._note_rows(facts, batch, call)
+            if call.statistics is not None:
+                facts.append(self._facts(blocks, v, b, h, heads, call))
+        if call.statistics is not None:
+            self._note_rows(facts, batch, kept, call)
         return torch.stack(outs).unflatten(0, (batch, heads)).flatten(1, 2)
 
     def _whole_rows(self, blocks: list[RowBlock], x: Tensor, w: Tensor, exact: Tensor) -> list[Tensor]:
@@ -283,19 +285,25 @@ class MonteCarlo(Method):
             parts.append(weigh(a.weights * (a.codes > 0) + rest * a.share, values[: a.codes.shape[-1]]))
         return parts
 
-    def _facts(self, blocks: list[RowBlock], v: Projection, b: int, h: int, heads: int) -> dict[str, Tensor]:
+    def _facts(
+        self, blocks: list[RowBlock], v: Projection, b: int, h: int, heads: int, call: Call
+    ) -> dict[str, Tensor]:
         used = used_levels([block.codes for block in blocks], v.x.shape[1], v.x.shape[-1])
+        work = row_work(blocks, used, v.x.shape[-1], estimator=self.estimator)
+        if not call.noted:
+            return work
         size = v.weight.unflatten(0, (heads, -1))[h].norm()
-        return row_facts(blocks, used, v.x[b], size, estimator=self.estimator)
+        return work | row_facts(blocks, used, v.x[b], size, estimator=self.estimator)
 
-    def _note_rows(self, facts: list[dict[str, Tensor]], batch: int, call: Call) -> None:
+    def _note_rows(self, facts: list[dict[str, Tensor]], batch: int, kept: Tensor, call: Call) -> None:
         found = stack_facts(facts, batch)
-        bound = found.pop("bound")
-        if self._samples:
-            found["bound"] = self.alpha * bound
-        for name in ("lse", "certificate"):
-            found[name] = found[name].flatten(1, 2)
-        call.note(**found)
+        if "bound" in found:
+            bound = found.pop("bound")
+            if self._samples:
+                found["bound"] = self.alpha * bound
+            for name in ("lse", "certificate"):
+                found[name] = found[name].flatten(1, 2)
+        call.note(**found, tokens=kept.sum(-1))
 
     def _count(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Which keys count and r (B, H_kv, n_k), by a kernel; the log-sum-exp (B, H, n_q)."""
@@ -333,6 +341,7 @@ class MonteCarlo(Method):
         weights, lse = dense.softmax(dense.logits(q, k, call))  # exact
         valid, received = _received(weights.detach(), heads, call)  # M (B, H_kv, n_k)
         counts = self._budget(received, valid.sum(-1), d)
+        call.note(counts=counts, tokens=valid.sum(-1))
         center = v.x.new_zeros(1, 1, 1, d)
         if self.estimator == "mean" and bool((counts < d).any()):
             center = mean_token(v.x, valid)
@@ -356,7 +365,7 @@ class MonteCarlo(Method):
     def _note(self, lse: Tensor, certificate: Tensor, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> None:
         d, tokens = max(v.x.shape[-1], 1), valid.sum(-1).clamp_min(1)
         rate = (counts * valid).sum(-1).double() / (tokens * d)
-        call.note(lse=lse, counts=counts, rate=rate, padded_rate=counts.double().mean(-1) / d, certificate=certificate)
+        call.note(lse=lse, rate=rate, padded_rate=counts.double().mean(-1) / d, certificate=certificate)
         if self._samples:
             beta = (v.x.unsqueeze(1).norm(dim=-1) * valid).sum(-1) / tokens
             call.note(bound=self.alpha * beta * _size(v, counts))

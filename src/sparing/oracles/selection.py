@@ -135,5 +135,5 @@ class ValueAware(Method):
         scan = shape.queries * shape.keys * (2 * d + 9 * e + 1 + r * (2 * e + 8))
         # Weights on the atoms after each, for the greedy ones and for the largest weights.
         turns = 0 if not self.corrective else 1 if r in (1, e + 1, shape.keys) else 2
-        solve = turns * shape.queries * r * (r**3 / 3 + 2 * r * r * e + 16 * r * e)
+        solve = turns * shape.queries * r * r * (r * r / 12 + 2 * r * e / 3 + 8 * e)  # on 1, 2, ..., r atoms
         return Cost(units * (scan + solve) + shape.projection_flops, 32.0 * pairs_held(shape), r)

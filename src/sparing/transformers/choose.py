@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -49,7 +48,7 @@ def _from_method(
 ) -> tuple[dict[int, Choice], dict[int, str]]:
     """Which layers run it, and why others stay exact."""
     if layers is not None:
-        return {index: replace(choice) for index in _select(places, layers, "layers")}, {}
+        return {index: Choice(choice.method, choice.seed) for index in _select(places, layers, "layers")}, {}
     exact = {}
     for layer in places:
         if layer.foreign is not None:
@@ -62,7 +61,7 @@ def _from_method(
             "leave this model as it is" if first.foreign else "name the layers in `layers` to change them all the same"
         )
         raise Unsupported(f"{first.name} and all other layers stay as they are: {exact[first.index]}; {way_out}")
-    return {layer.index: replace(choice) for layer in places if layer.index not in exact}, exact
+    return {layer.index: Choice(choice.method, choice.seed) for layer in places if layer.index not in exact}, exact
 
 
 def _from_mapping(

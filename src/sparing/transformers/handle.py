@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from sparing.transformers.find import Layer, find
 from sparing.transformers.hook import register
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.slot import Choice, Slot, Switch, hang, slot_of
+from sparing.transformers.statistics import LayerStatistics, Statistics, Tally
 
 _BEFORE = "_sparing_recipe_before"
 
@@ -23,10 +25,13 @@ _BEFORE = "_sparing_recipe_before"
 class Handle:
     """What `approximate()` did to a model. `restore()` undoes it, as does leaving a `with` block."""
 
-    def __init__(self, model: nn.Module, layers: list[Layer], exact: dict[int, str]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: list[Layer], choices: dict[int, Choice], exact: dict[int, str]
+    ) -> None:
         self.model = model
         self._layers = layers
-        self._exact = exact
+        self._choices = choices
+        self._exact = exact  # why layers that nobody named stayed exact
         self._undo: list[Callable[[], None]] = []
 
     def restore(self) -> None:
@@ -53,6 +58,20 @@ class Handle:
     def recipe(self) -> Recipe:
         """The model's present state, to save or to apply elsewhere."""
         return _recipe(self.model, self._layers)
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """What the layers that this call approximated have run so far: calls, sampling rates, FLOPs; no times.
+
+        `print(handle.statistics())` shows a table. Runs of a compiled model are not counted.
+
+        reset: start again from zero afterwards.
+        """
+        layers = []
+        for index, choice in self._choices.items():
+            layers.append(LayerStatistics(self._layers[index].name, choice.method, choice.tally))
+            if reset:
+                choice.tally = Tally()
+        return Statistics(tuple(copy.deepcopy(layer) for layer in layers))
 
     def __enter__(self) -> Handle:
         return self
@@ -113,7 +132,7 @@ def approximate(
     places = find(model)
     wanted, exact = choose(model, places, what, layers, seed)
     register()
-    handle = Handle(model, places, exact)
+    handle = Handle(model, places, wanted, exact)
     try:
         _remember_recipe(model)
         slots = _slots(places)

@@ -73,6 +73,8 @@ def attention_function(
 
     continues = (n_q == 1 and n_k > 1) or (n_q < n_k and not small and not slot.cross)
     if choice is None or exact or continues:
+        if choice is not None and not torch.compiler.is_compiling():
+            choice.tally.exact_calls += 1
         if isinstance(given, Projection):
             given = given.project(key.shape[1])
         if attention_mask is not None and small:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sparing.attention import attention
+from sparing.attention import attention, inspect
 from sparing.method import Projection, Unsupported
 from sparing.transformers.slot import Choice, Slot
 
@@ -31,10 +33,16 @@ def serve(
     rows = None
     if slot.cross and query.shape[2] == key.shape[2]:  # the mask speaks of the keys' sequence, not of the queries'
         rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    call: dict[str, Any] = {
+        "attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, "scale": scale, "query_mask": rows,
+        "enable_gqa": query.shape[1] != key.shape[1], "streams": slot.streams(key.shape[1]), "method": choice.method,
+        "seed": choice.seed,
+    }  # fmt: skip
     try:
-        return attention(
-            query, key, value, mask, dropout, is_causal, scale, query.shape[1] != key.shape[1],
-            method=choice.method, seed=choice.seed, streams=slot.streams(key.shape[1]), query_mask=rows,
-        )  # fmt: skip
+        if torch.compiler.is_compiling():  # a graph keeps no tally
+            return attention(query, key, value, **call)
+        found = inspect(query, key, value, brief=True, **call)
     except Unsupported as error:
         raise Unsupported(f"{slot.name}: {error}") from error
+    choice.tally.add(choice.method, query, key, value, mask, is_causal, found.statistics)
+    return found.output

@@ -9,6 +9,7 @@ from torch import nn
 
 from sparing.method import Method
 from sparing.methods.exact import Exact
+from sparing.transformers.statistics import Tally
 
 #: The attention implementation, in the words of transformers.
 NAME = "sparing"
@@ -23,6 +24,7 @@ class Choice:
 
     method: Method
     seed: int | None
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def exact(self) -> bool:

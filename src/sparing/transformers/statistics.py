@@ -1,0 +1,154 @@
+"""What the layers of an approximated model have done: calls, sampling rates, work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparing.method import Method, Projection, Shape
+from sparing.method import method as _method
+
+
+@dataclass
+class Tally:
+    """Sums over the calls of one layer. Work is counted on valid tokens, as if padding had been taken out."""
+
+    calls: int = 0  #: that ran the method
+    exact_calls: int = 0  #: that ran exact attention, because they continue a cache
+    tokens: int = 0  #: valid keys
+    slots: int = 0  #: keys with padding
+    rate: float = 0.0  #: shares of the features that were sampled, summed over valid keys (mean over heads)
+    flops: float = 0.0
+    exact_flops: float = 0.0
+
+    def add(
+        self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, mask: Tensor | None,
+        is_causal: bool, facts: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Count one call."""
+        batch, heads, n_q, head_dim = query.shape
+        kv_heads, n_k = key.shape[1], key.shape[2]
+        lengths = facts["tokens"].amax(-1).tolist() if "tokens" in facts else _lengths(mask, batch, n_k)
+        width = value.weight.shape[0] // kv_heads if isinstance(value, Projection) else value.shape[-1]
+        features = value.x.shape[-1] if isinstance(value, Projection) else None
+        self.calls += 1
+        self.slots += batch * n_k
+        for item, length in enumerate(lengths):
+            shape = Shape(
+                heads=heads, kv_heads=kv_heads, queries=length if n_q == n_k else n_q, keys=length, head_dim=head_dim,
+                value_dim=width, causal=is_causal, in_features=features,
+            )  # fmt: skip
+            own = _valid_part({name: fact[item] for name, fact in facts.items()}, length, features)
+            self.tokens += length
+            self.rate += length * (float(own["padded_rate"]) if own else 1.0)
+            self.exact_flops += _method("exact").cost(shape).flops
+            self.flops += method.cost(shape, own).flops
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """The calls of one layer since it was approximated. Ratios above 1 are savings; nothing here is a time."""
+
+    name: str
+    method: Method
+    tally: Tally = field(repr=False)
+
+    @property
+    def calls(self) -> int:
+        return self.tally.calls
+
+    @property
+    def exact_calls(self) -> int:
+        return self.tally.exact_calls
+
+    @property
+    def rate(self) -> float | None:
+        """The mean of r / d over valid tokens, for methods that sample the values' linear layer."""
+        return self._per(self.tally.tokens)
+
+    @property
+    def paper_rate(self) -> float | None:
+        """The same over all slots, where padding counts as a token with no samples: the paper's."""
+        return self._per(self.tally.slots)
+
+    @property
+    def paper_reduction(self) -> float | None:
+        """FLOPs saved the paper's way: of the linear layer alone, padding included."""
+        return None if not self.paper_rate else 1 / self.paper_rate
+
+    @property
+    def padding_reduction(self) -> float:
+        """What taking out the padding would save by itself."""
+        return self.tally.slots / max(self.tally.tokens, 1)
+
+    @property
+    def projection_reduction(self) -> float | None:
+        """FLOPs saved of the linear layer alone, on valid tokens."""
+        return None if not self.rate else 1 / self.rate
+
+    @property
+    def reduction(self) -> float:
+        """FLOPs saved of the whole attention (the linear layer of the values too, where it is sampled)."""
+        return self.tally.exact_flops / self.tally.flops if self.tally.flops else 1.0
+
+    def _per(self, count: int) -> float | None:
+        return self.tally.rate / count if self.method.supports.projection and count else None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What `Handle.statistics()` returns: one entry for each approximated layer, and the whole model's `total`."""
+
+    layers: tuple[LayerStatistics, ...]
+
+    @property
+    def total(self) -> LayerStatistics:
+        """All layers together; of several methods, the sampled ones only."""
+        sampled = [layer for layer in self.layers if layer.method.supports.projection] or list(self.layers)
+        whole = Tally()
+        for layer in sampled:
+            for name, value in vars(layer.tally).items():
+                setattr(whole, name, getattr(whole, name) + value)
+        return LayerStatistics("total", sampled[0].method if sampled else _method("exact"), whole)
+
+    def __str__(self) -> str:
+        head = ("layer", "method", "calls", "exact calls", "rate", "paper's FLOPs", "projection", "whole attention")
+        rows = [head]
+        for layer in (*self.layers, *([self.total] if len(self.layers) > 1 else [])):
+            rows.append((
+                layer.name, str(layer.method), str(layer.calls), str(layer.exact_calls), _share(layer.rate),
+                _ratio(layer.paper_reduction), _ratio(layer.projection_reduction), _ratio(layer.reduction),
+            ))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _valid_part(facts: Mapping[str, Tensor], length: int, features: int | None) -> dict[str, Tensor] | None:
+    """The facts of one item about its sampled values, averaged over its valid keys alone."""
+    if "counts" not in facts or not features:
+        return None
+    # Padding has no samples, but where everything is exact it is projected like the rest.
+    rate = (facts["counts"].double().sum(-1) / (max(length, 1) * features)).clamp_max(1.0)  # (H_kv,)
+    part = {"counts": facts["counts"], "padded_rate": rate.mean()}
+    if "products" in facts:
+        part |= {"products": facts["products"], "terms": facts["terms"].double().sum(-1) / max(length, 1)}
+    return part
+
+
+def _lengths(mask: Tensor | None, batch: int, n_k: int) -> list[int]:
+    """Valid keys of each item, where the mask is boolean and the same for all queries."""
+    if mask is None or mask.dtype != torch.bool or (mask.shape[-2] != 1 and mask.stride(-2) != 0):
+        return [n_k] * batch
+    found: list[int] = mask[:, 0, 0].sum(-1).tolist()
+    return found if len(found) == batch else found * batch
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
