@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws
 from sparing.maths import dense
@@ -349,6 +350,18 @@ class MonteCarlo(Method):
             certificate = weights @ _deviation(v, center, counts).repeat_interleave(call.groups, dim=1).unsqueeze(-1)
             self._note(lse, certificate.squeeze(-1), v, valid, counts, call)
         return weights, valid, counts, center
+
+    def values(self, v: Projection, received: Tensor, valid: Tensor, draws: Draws) -> Tensor:
+        """H + b (B, H, n_k, e) for attention that others compute: M and which tokens count are (B, H, n_k)."""
+        heads, d = received.shape[1], v.x.shape[-1]
+        counts = self._budget(received, valid.sum(-1), d)
+        if bool((counts == d).all()):
+            return v.project(heads)
+        call = Call(scale=1.0, is_causal=False, keep=None, influence=None, mask=None, draws=draws)
+        center = mean_token(v.x, valid) if self.estimator == "mean" else v.x.new_zeros(1, 1, 1, d)
+        if native.ready(v.x) and d > 0:
+            return self._fill(_ByKernel.apply(*v, self, valid, counts, call), v, counts, center)
+        return self._fill(self._project(v, valid, counts, call), v, counts, center)
 
     @property
     def _samples(self) -> bool:
