@@ -37,23 +37,23 @@ def choose(
     elif isinstance(what, Mapping):
         wanted = _from_mapping(what, places, layers, seed)
     else:
-        wanted, exact = _from_method(Choice(_method(what), seed), places, layers)  # type: ignore[arg-type]
+        wanted, exact = _from_method(what, places, layers, seed)  # type: ignore[arg-type]
     _refuse(places, wanted)
-    _warn(wanted)
+    _warn(places, wanted)
     return wanted, exact
 
 
 def _from_method(
-    choice: Choice, places: list[Layer], layers: Layers | None
+    what: str | Method, places: list[Layer], layers: Layers | None, seed: int | None
 ) -> tuple[dict[int, Choice], dict[int, str]]:
     """Which layers run it, and why others stay exact."""
+    method, exact = _method(what), {}
     if layers is not None:
-        return {index: Choice(choice.method, choice.seed) for index in _select(places, layers, "layers")}, {}
-    exact = {}
+        return {i: Choice(places[i].method(what), seed) for i in _select(places, layers, "layers")}, {}
     for layer in places:
         if layer.foreign is not None:
             exact[layer.index] = layer.foreign
-        elif layer.window is not None and not choice.exact:
+        elif layer.window is not None and method.name != "exact":
             exact[layer.index] = f"it attends within a window of {layer.window} tokens already"
     if len(exact) == len(places):
         first = places[0]
@@ -61,7 +61,7 @@ def _from_method(
             "leave this model as it is" if first.foreign else "name the layers in `layers` to change them all the same"
         )
         raise Unsupported(f"{first.name} and all other layers stay as they are: {exact[first.index]}; {way_out}")
-    return {layer.index: Choice(choice.method, choice.seed) for layer in places if layer.index not in exact}, exact
+    return {p.index: Choice(p.method(what), seed) for p in places if p.index not in exact}, exact
 
 
 def _from_mapping(
@@ -71,8 +71,8 @@ def _from_mapping(
         raise ValueError("layers: the mapping names the layers already; pass one of the two")
     wanted: dict[int, Choice] = {}
     for key, spec in what.items():
-        method = _method(spec)
         for index in _select(places, key, "what"):
+            method = places[index].method(spec)
             if index in wanted and wanted[index].method != method:
                 raise ValueError(f"what: {places[index].name} is named twice, for {wanted[index].method} and {method}")
             wanted[index] = Choice(method, seed)
@@ -91,9 +91,9 @@ def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: 
             raise ValueError(f"what: the recipe names {key!r}, which is no attention layer; there are {_some(places)}")
     wanted = {}
     for layer, name in zip(places, names, strict=True):
-        method = recipe.method_of(name)
-        if method is not None:
-            wanted[layer.index] = Choice(method, recipe.seed_of(name))
+        spec = recipe.spec_of(name)
+        if spec is not None:
+            wanted[layer.index] = Choice(layer.method(spec), recipe.seed_of(name))
     return wanted
 
 
@@ -127,13 +127,17 @@ def _refuse(places: list[Layer], wanted: dict[int, Choice]) -> None:
         raise Unsupported(f"{layer.name}{more} cannot run {method}: {why}; {way_out}")
 
 
-def _warn(wanted: dict[int, Choice]) -> None:
-    methods = {str(c.method): c.method for c in wanted.values() if not c.exact and not c.method.oracle}
-    methods = {spec: method for spec, method in methods.items() if not method.supports.training_free}
-    for spec, method in methods.items():
+def _warn(places: list[Layer], wanted: dict[int, Choice]) -> None:
+    found = {}
+    for index, choice in wanted.items():
+        method, target = choice.method, places[index].target
+        fits = method.supports.training_free if target == "softmax" else method.target == target
+        if not choice.exact and not method.oracle and not fits:
+            found[str(method), target] = method
+    for (spec, target), method in found.items():
         warnings.warn(
             f"{spec} converges to {method.target} attention, or learns its own weights: a model that was trained with "
-            "softmax needs further training with it",
+            f"{target} needs further training with it",
             stacklevel=4,
         )
 

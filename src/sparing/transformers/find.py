@@ -7,13 +7,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from sparing.method import Method
+from sparing.method import method as _method
+from sparing.transformers.adapters import KNOWN, adapter_of
 from sparing.transformers.deferred import Deferred
+
+if TYPE_CHECKING:
+    from sparing.transformers.own import Served
 
 _VALUE_LAYERS = ("value", "v_proj", "v_lin", "v", "linear_v")
 _CROSS = re.compile(r"cross|encdec|encoder_attn|encoder_decoder", re.IGNORECASE)
@@ -34,6 +39,18 @@ class Layer:
     biased: bool  #: it adds a position bias to the scores
     value: str | None  #: the name of its own linear layer of the values
     foreign: str | None  #: why it cannot run anything but what it has
+    own: type[Served] | None = None  #: it computes its own attention, and takes on this class to run methods
+
+    @property
+    def target(self) -> str:
+        """The attention that the layer was trained with."""
+        return "softmax" if self.own is None else self.own.target
+
+    def method(self, spec: str | Method) -> Method:
+        """What a spec means here: a bare name takes the settings of a layer that runs such a method by itself."""
+        if self.own is not None and isinstance(spec, str):
+            return self.own.settings(self.module, spec.strip()) or _method(spec)
+        return _method(spec)
 
     def refusal(self, method: Method) -> str | None:
         """Why this layer cannot run the method; None where it can."""
@@ -52,6 +69,8 @@ class Layer:
             return f"it is cross attention, and {name} would let later tokens of the target change earlier ones"
         if self.biased and can.attn_mask != "any":
             return f"it adds a position bias to the scores, which {name} does not support"
+        if self.own is not None and (why := self.own.refusal(self.module, method)) is not None:
+            return why
         if can.projection and self.value is None:
             return f"{name} needs a linear layer of the values, and {type(self.module).__name__} has none of its own"
         return None
@@ -64,7 +83,7 @@ def find(model: nn.Module) -> list[Layer]:
     layers: list[Layer] = []
     for name, module, host in _walk(model, "", None):
         hooked = uses_hook(module)
-        if hooked or _looks_like_attention(module):
+        if hooked or adapter_of(module) is not None or _looks_like_attention(module):
             layers.append(_describe(name, len(layers), module, host, hooked))
     if not layers:
         raise ValueError(f"model: {type(model).__name__} has no attention modules that sparing knows")
@@ -88,9 +107,16 @@ def _walk(
 def _describe(name: str, index: int, module: nn.Module, host: PreTrainedModel | None, hooked: bool) -> Layer:
     kind = type(module).__name__
     config = getattr(module, "config", None)
+    own = None if hooked else adapter_of(module)
     foreign = None
-    if not hooked:
-        foreign = f"{kind} computes its own attention, for which sparing has no adapter"
+    if own is not None:
+        if "forward" in vars(module):
+            own, foreign = None, f"{kind} got another forward, by accelerate's hooks for example"
+    elif not hooked:
+        foreign = (
+            f"{kind} computes its own attention, for which sparing has no adapter; there are adapters for {KNOWN}, and "
+            "other models must ask transformers' registry for their attention"
+        )
     elif config is None:
         foreign = f"{kind} has no config that names its attention"
     elif "sdpa" in _constants(_code(module)):
@@ -105,7 +131,8 @@ def _describe(name: str, index: int, module: nn.Module, host: PreTrainedModel | 
     return Layer(
         name=name, index=index, module=module, hosts=tuple(hosts) if hooked else (), foreign=foreign, cross=cross,
         causal=getattr(module, "is_causal", None) is True and not cross, value=value, window=_window(module, config),
-        biased=hasattr(module, "has_relative_attention_bias") and not cross,
+        biased=(hasattr(module, "has_relative_attention_bias") and not cross) or (own is not None and own.biased),
+        own=own,
     )  # fmt: skip
 
 

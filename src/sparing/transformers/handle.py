@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sparing.method import Method
+from sparing.transformers.adapters import settle
 from sparing.transformers.choose import Layers, What, base_name, choose
 from sparing.transformers.deferred import Deferred
 from sparing.transformers.find import Layer, find
@@ -169,7 +170,8 @@ def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], Non
     for switch in slot.switches:
         undo.append(switch.off)
         switch.on()
-    if choice.method.supports.projection and layer.value is not None:
+    settle(layer.module, slot, layer.own)
+    if choice.method.supports.projection and layer.value is not None and layer.own is None:
         present = getattr(layer.module, layer.value)
         if not isinstance(present, Deferred):
             setattr(layer.module, layer.value, Deferred(present, slot))
@@ -179,6 +181,7 @@ def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], Non
 
 def _drop(layer: Layer, slot: Slot, choice: Choice) -> None:
     slot.choices.remove(choice)
+    settle(layer.module, slot, layer.own)
     if layer.value is not None and not any(c.method.supports.projection for c in slot.choices):
         present = getattr(layer.module, layer.value)
         if isinstance(present, Deferred):

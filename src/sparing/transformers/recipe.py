@@ -102,9 +102,14 @@ class Recipe:
 
     def method_of(self, name: str) -> Method | None:
         """What the layer runs; None where the recipe does not name it."""
+        spec = self.spec_of(name)
+        return None if spec is None else _method(spec)
+
+    def spec_of(self, name: str) -> str | None:
+        """The same as it is written."""
         if name in self.layers:
-            return _method(self.layers[name])
-        return next((_method(spec) for key, spec in self.layers.items() if fnmatchcase(name, key)), None)
+            return self.layers[name]
+        return next((spec for key, spec in self.layers.items() if fnmatchcase(name, key)), None)
 
     def seed_of(self, name: str) -> int | None:
         """The seed of a layer."""

@@ -25,11 +25,7 @@ def serve(
     dropout: float,
 ) -> Tensor:
     """query [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a Projection -> [B, H, n_q, e]."""
-    if dropout > 0 and not choice.method.supports.dropout:
-        raise Unsupported(
-            f"{slot.name}: the model drops attention weights in training (p={dropout}), which {choice.method.name} "
-            "cannot; load the model with its attention dropout at 0, or call model.eval()"
-        )
+    refuse_dropout(slot, choice, dropout)
     rows = None
     if slot.cross and query.shape[2] == key.shape[2]:  # the mask speaks of the keys' sequence, not of the queries'
         rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
@@ -46,3 +42,12 @@ def serve(
         raise Unsupported(f"{slot.name}: {error}") from error
     choice.tally.add(choice.method, query, key, value, mask, is_causal, found.statistics)
     return found.output
+
+
+def refuse_dropout(slot: Slot, choice: Choice, dropout: float) -> None:
+    """Raise where the model drops weights and the method cannot."""
+    if dropout > 0 and not choice.method.supports.dropout:
+        raise Unsupported(
+            f"{slot.name}: the model drops attention weights in training (p={dropout}), which {choice.method.name} "
+            "cannot; load the model with its attention dropout at 0, or call model.eval()"
+        )

@@ -1,0 +1,38 @@
+"""Which modules with attention of their own have an adapter; their models are only imported where one is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from sparing.transformers.slot import Slot
+
+if TYPE_CHECKING:
+    from sparing.transformers.own import Served
+
+#: Model families, in the words of a message.
+KNOWN = "MPNet, YOSO and Nystromformer"
+
+_PLACES = (
+    *(f"transformers.models.{family}." for family in ("mpnet", "yoso", "nystromformer")),
+    "sparing.transformers.own",
+)
+
+
+def adapter_of(module: nn.Module) -> type[Served] | None:
+    """The class that the module takes on to run methods, or has taken on; None where there is none."""
+    if not type(module).__module__.startswith(_PLACES):
+        return None
+    from sparing.transformers.own import Served, ServedMPNet, ServedNystromformer, ServedYoso
+
+    if isinstance(module, Served):
+        return type(module)
+    served: tuple[type[Served], ...] = (ServedMPNet, ServedYoso, ServedNystromformer)
+    return next((cls for cls in served if type(module) is cls.stock), None)
+
+
+def settle(module: nn.Module, slot: Slot, adapter: type[Served] | None) -> None:
+    """Give the module the class that its choices need: its own, where sparing computes none of them."""
+    if adapter is not None:
+        module.__class__ = adapter if any(adapter.serves(choice) for choice in slot.choices) else adapter.stock
