@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from sparing.transformers.own import Served
 
 #: Model families, in the words of a message.
-KNOWN = "MPNet, YOSO and Nystromformer"
+KNOWN = "MPNet, YOSO, Nystromformer and Longformer"
 
 _PLACES = (
-    *(f"transformers.models.{family}." for family in ("mpnet", "yoso", "nystromformer")),
+    *(f"transformers.models.{family}." for family in ("mpnet", "yoso", "nystromformer", "longformer")),
     "sparing.transformers.own",
+    "sparing.transformers.longformer",
 )
 
 
@@ -24,11 +25,12 @@ def adapter_of(module: nn.Module) -> type[Served] | None:
     """The class that the module takes on to run methods, or has taken on; None where there is none."""
     if not type(module).__module__.startswith(_PLACES):
         return None
+    from sparing.transformers.longformer import ServedLongformer
     from sparing.transformers.own import Served, ServedMPNet, ServedNystromformer, ServedYoso
 
     if isinstance(module, Served):
         return type(module)
-    served: tuple[type[Served], ...] = (ServedMPNet, ServedYoso, ServedNystromformer)
+    served: tuple[type[Served], ...] = (ServedMPNet, ServedYoso, ServedNystromformer, ServedLongformer)
     return next((cls for cls in served if type(module) is cls.stock), None)
 
 
