@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import warnings
 
 import pytest
@@ -333,6 +334,24 @@ def test_odd_calls_are_refused_by_name():
         pytest.raises(sparing.Unsupported, match="the model passes head_mask"),
     ):
         attention_of(model)(torch.randn(1, 8, 64), head_mask=torch.ones(4))
+
+
+@pytest.mark.parametrize("name", ["mpnet", "nystromformer", "longformer", "bigbird", "yoso"])
+def test_a_name_that_the_model_ignores_loses_no_padding(name):
+    """Loaded with attn_implementation="sparing", these models would add up our boolean mask as if it were a bias."""
+    sparing.transformers.register()
+    model, given = build(name), inputs(name)
+    before = run(model, given)
+    model.config._attn_implementation_internal = "sparing"
+    after, refused = None, None
+    try:
+        after = run(model, given)
+    except RuntimeError as error:
+        refused = str(error)
+    if refused is None:  # it makes its masks by itself too
+        assert torch.equal(after, before)
+    else:
+        assert re.search(r"would misread the mask.*load the model without it, then call sparing\.approximate", refused)
 
 
 class TestUpstreamDefects:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -38,3 +40,15 @@ def settle(module: nn.Module, slot: Slot, adapter: type[Served] | None) -> None:
     """Give the module the class that its choices need: its own, where sparing computes none of them."""
     if adapter is not None:
         module.__class__ = adapter if any(adapter.serves(choice) for choice in slot.choices) else adapter.stock
+
+
+@cache
+def misreads_masks(config: type) -> bool:
+    """Whether models of this config class compute all attention by themselves, with masks of another kind than ours."""
+    modeling = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    return any(
+        "Attention" in name and isinstance(member, type) and member.__module__ == modeling.__name__
+        for name, member in vars(modeling).items()
+    )

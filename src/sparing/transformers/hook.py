@@ -15,6 +15,7 @@ from transformers import masking_utils as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparing.method import Projection, Unsupported
+from sparing.transformers.adapters import misreads_masks
 from sparing.transformers.resolve import resolve
 from sparing.transformers.serve import serve
 from sparing.transformers.slot import NAME, slot_of
@@ -114,6 +115,12 @@ def mask_function(
     anything else; without memory of its own where only padding hides keys.
     """
     tracing = torch.compiler.is_compiling()
+    kind: type = type(others.get("config"))
+    if not tracing and misreads_masks(kind):
+        raise RuntimeError(
+            f"models of {kind.__name__} compute their attention by themselves, and would misread the mask of "
+            f"attn_implementation={NAME!r}; load the model without it, then call sparing.approximate(model, method)"
+        )
     padding = None if attention_mask is None else attention_mask[:, : kv_length + kv_offset]
     start = kv_offset == 0 and (isinstance(q_offset, int) or not tracing) and bool(q_offset == 0)
     if mask_function is masks.causal_mask_function and allow_is_causal_skip and start and q_length > 1:
