@@ -10,6 +10,8 @@ import torch
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 import sparing
+import sparing.native
+from sparing.draws import Draws
 from sparing.methods.monte_carlo import MonteCarlo
 from sparing.transformers import longformer as adapter
 
@@ -66,6 +68,28 @@ def brute_force(layer, hidden, call):
             found[name][:, :, key] = out.masked_fill(~rows[..., None], 0.0).amax(1)
     layer._modules.update(plain)
     return found["value"], found["value_global"]
+
+
+@pytest.mark.parametrize(
+    "setting", ["", ", samples=shared", ", estimator=stratified", ", estimator=drop", ", estimator=mean"]
+)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_values_are_those_that_the_method_itself_uses(setting, kernels, monkeypatch):
+    """A, from which the method finds M, times the values that it gives to others for this M."""
+    if not kernels:
+        monkeypatch.setattr(sparing.native, "ready", lambda like: False)
+    q, k = 3 * torch.randn(2, 4, 24, 16), torch.randn(2, 4, 24, 16)
+    value = sparing.Projection(torch.randn(2, 24, 48), torch.randn(64, 48), torch.randn(64))
+    keep = torch.ones(2, 24, dtype=torch.bool)
+    keep[0, 19:] = False
+    method = sparing.method(f"monte_carlo(alpha=2.0{setting})")
+    wanted = sparing.attention(q, k, value, keep[:, None, None], method=method, seed=7)
+    weights = (q @ k.mT / 4).masked_fill(~keep[:, None, None], -torch.inf).softmax(-1)
+    received = weights.masked_fill(~keep[:, None, :, None], 0.0).amax(2)
+    inside = value._replace(x=value.x.masked_fill(~keep[..., None], 0.0))
+    values = method.values(inside, received, keep[:, None].expand(2, 4, 24), Draws(7, torch.arange(4)))
+    torch.testing.assert_close(weights @ values, wanted, rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(weights @ inside.project(4), wanted, atol=0.1), "nothing was sampled"
 
 
 @pytest.mark.parametrize("globals_of", [((0,), (0, 11)), ((0,), (0,)), ((), (3,)), ((), ())])
@@ -151,7 +175,7 @@ def test_the_error_falls_with_alpha_and_keeps_its_bound():
 
 
 def test_both_value_layers_are_sampled_by_lists_of_their_own(monkeypatch):
-    _, layer, hidden, call = layer_call()
+    model, layer, hidden, call = layer_call()
     layer.value_global.load_state_dict(layer.value.state_dict())
     kept = []
     right = MonteCarlo.values
@@ -161,7 +185,6 @@ def test_both_value_layers_are_sampled_by_lists_of_their_own(monkeypatch):
         return right(self, v, received, valid, draws)
 
     monkeypatch.setattr(MonteCarlo, "values", watch)
-    model, layer, hidden, call = layer_call()
     with sparing.approximate(model, "monte_carlo(alpha=6.0)"), torch.no_grad():
         layer(hidden, **call)
         model.encoder.layer[1].attention.self(hidden, **call)

@@ -311,7 +311,7 @@ def test_classes_that_only_look_alike_are_refused():
     """A class of the user's own that derives from a known one computes what it wants."""
 
     class MyAttention(type(attention_of(build("mpnet")))):
-        pass
+        __module__ = "transformers.models.mpnet.mine"
 
     model = build("mpnet")
     attention_of(model).__class__ = MyAttention
