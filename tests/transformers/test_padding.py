@@ -26,7 +26,12 @@ def more_padding(given, extra, left):
     def pad(tensor, value):
         return torch.nn.functional.pad(tensor, (extra, 0) if left else (0, extra), value=value)
 
-    return {key: pad(value, 3 if key == "input_ids" else 0) for key, value in given.items()}
+    return {key: pad(value, 3 if key == "input_ids" else 0) for key, value in given.items() if key != "use_cache"}
+
+
+def asked(name):
+    """Without a cache, into which methods on the value layer cannot put anything."""
+    return inputs(name) | ({"use_cache": False} if name in ("gpt2", "llama") else {})
 
 
 def check(name, spec):
@@ -35,11 +40,11 @@ def check(name, spec):
     With more padding torch's own matrix products may be cut into other blocks, which moves the last bit on some
     machines; the common checks allow the same for one call.
     """
-    model, given = build(name), inputs(name)
+    model, given = build(name), asked(name)
     with sparing.approximate(model, spec, seed=5):
         out = valid(name, given, run(model, given))
         assert torch.equal(valid(name, given, run(model, wrong_tokens(given))), out), "ids of padded tokens matter"
-        longer = more_padding(given, 16, left=name == "llama")
+        longer = given | more_padding(given, 16, left=name == "llama")
         torch.testing.assert_close(
             valid(name, longer, run(model, longer)), out, rtol=0, atol=1e-6 * float(out.abs().max())
         )
@@ -58,7 +63,9 @@ def test_left_padding_does_not_matter_to_llama(spec):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("spec", CAUSAL_SPECS)
 def test_later_tokens_do_not_change_earlier_logits(name, spec):
-    model, given = build(name), inputs(name)
+    if name == "gpt2" and sparing.method(spec).supports.projection:
+        pytest.skip("GPT-2 has one layer for queries, keys and values; test_handle.py sees the refusal")
+    model, given = build(name), asked(name)
     changed = dict(given)
     changed["input_ids"] = given["input_ids"].clone()
     changed["input_ids"][:, 15:] = 90 - changed["input_ids"][:, 15:].clamp(max=90)

@@ -75,6 +75,23 @@ def test_causal_sampling_does_not_hide_its_products():
     assert total.reduction < 1 < total.projection_reduction
 
 
+def test_longformer_counts_the_values_that_it_samples():
+    model, given = build("longformer"), padded(24, (24, 8))
+    given["global_attention_mask"] = torch.zeros_like(given["input_ids"])
+    given["global_attention_mask"][:, 0] = 1
+    found = []
+    for alpha in (0.0, 0.5, 2.0):
+        with sparing.approximate(model, f"monte_carlo(alpha={alpha})") as handle:
+            run(model, given)
+            found.append(handle.statistics().total)
+        assert found[-1].calls == 2
+        assert found[-1].padding_reduction == pytest.approx(48 / 32)
+    assert found[0].rate == found[0].reduction == 1
+    assert found[0].paper_reduction == pytest.approx(48 / 32)
+    assert 1 > found[1].rate > found[2].rate > 0
+    assert 1 < found[1].reduction < found[1].projection_reduction < found[1].paper_reduction
+
+
 def test_calls_are_counted_and_can_start_again():
     model, given = build("llama"), inputs("llama")
     given.pop("position_ids")

@@ -351,17 +351,19 @@ class MonteCarlo(Method):
             self._note(lse, certificate.squeeze(-1), v, valid, counts, call)
         return weights, valid, counts, center
 
-    def values(self, v: Projection, received: Tensor, valid: Tensor, draws: Draws) -> Tensor:
-        """H + b (B, H, n_k, e) for attention that others compute: M and which tokens count are (B, H, n_k)."""
+    def values(self, v: Projection, received: Tensor, valid: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """H + b (B, H, n_k, e) and r for attention that others compute: M and which tokens count are (B, H, n_k)."""
         heads, d = received.shape[1], v.x.shape[-1]
         counts = self._budget(received, valid.sum(-1), d)
         if bool((counts == d).all()):
-            return v.project(heads)
+            return v.project(heads), counts
         call = Call(scale=1.0, is_causal=False, keep=None, influence=None, mask=None, draws=draws)
         center = mean_token(v.x, valid) if self.estimator == "mean" else v.x.new_zeros(1, 1, 1, d)
         if native.ready(v.x) and d > 0:
-            return self._fill(_ByKernel.apply(*v, self, valid, counts, call), v, counts, center)
-        return self._fill(self._project(v, valid, counts, call), v, counts, center)
+            values = _ByKernel.apply(*v, self, valid, counts, call)
+        else:
+            values = self._project(v, valid, counts, call)
+        return self._fill(values, v, counts, center), counts
 
     @property
     def _samples(self) -> bool:

@@ -62,34 +62,40 @@ class ServedLongformer(Served, LongformerSelfAttention):
         if served is None:
             return own(*given, output_attentions)
         assert is_index_masked is not None
+        served[1].tally.calls += 1
         refuse_dropout(*served, self.dropout if self.training else 0.0)
         nothing = hidden_states.new_zeros(1, 1, 1).expand(*hidden_states.transpose(0, 1).shape)
         with torch.no_grad(), _standing_in(self, dict.fromkeys(_VALUES, nothing)):
             _, *weights = own(*given, output_attentions=True)
         received = [received_locally(weights[0], is_index_global_attn if is_global_attn else None)]
+        pairs = [weights[0].numel()]
         if is_global_attn:
             assert is_index_global_attn is not None
             received.append(received_from_global(weights[1], is_index_global_attn))
-        with _standing_in(self, self._sampled(served, hidden_states, received, ~is_index_masked)):
+            pairs.append(weights[1].numel())
+        flops = [float(count) * (4 * self.head_dim + 1) for count in pairs]  # scores, exponentials, weighted values
+        with _standing_in(self, self._sampled(served, hidden_states, received, ~is_index_masked, flops)):
             return own(*given, output_attentions)
 
     def _sampled(
-        self, served: tuple[Slot, Choice], hidden: Tensor, received: list[Tensor], keep: Tensor
+        self, served: tuple[Slot, Choice], hidden: Tensor, received: list[Tensor], keep: Tensor, flops: list[float]
     ) -> dict[str, Tensor]:
-        """The values [n, B, H e] by their layers' names; hidden [B, n, d], M (B, H, n) of each, keep [B, n]."""
+        """The values [n, B, H e] by their layers' names; hidden [B, n, d], keep [B, n], and of each layer M (B, H, n)
+        and the FLOPs of the attention over its values."""
         slot, choice = served
         assert isinstance(choice.method, MonteCarlo)
         heads = received[0].shape[1]
         seed = int(torch.randint(2**63 - 1, ())) if choice.seed is None else choice.seed & (2**64 - 1)
         streams = torch.tensor(slot.streams(2 * heads), device=hidden.device).unflatten(0, (2, heads))
         valid = keep[:, None].expand_as(received[0])
-        found = {}
+        flops, found = list(flops), {}
         for name, largest, stream in zip(_VALUES, received, streams, strict=False):
             layer: Any = self._modules[name]
             with torch.autocast(hidden.device.type, enabled=False):
                 wide = Projection(hidden.masked_fill(~keep.unsqueeze(-1), 0.0), layer.weight, layer.bias).map(_wide)
-                values = choice.method.values(wide, largest, valid, Draws(seed, stream))
+                values, counts = choice.method.values(wide, largest, valid, Draws(seed, stream))
             found[name] = values.permute(2, 0, 1, 3).flatten(2).to(hidden.dtype)
+            choice.tally.add_values(counts, keep, hidden.shape[-1], values.shape[-1], flops.pop(0))
         return found
 
 

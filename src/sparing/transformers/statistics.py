@@ -47,6 +47,20 @@ class Tally:
             self.exact_flops += _method("exact").cost(shape).flops
             self.flops += method.cost(shape, own).flops
 
+    def add_values(self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float) -> None:
+        """Count a call whose weights somebody else computed, in `other_flops`, and whose values were sampled.
+
+        counts: (B, H, n) samples of each token; valid: (B, n); width: entries of a value.
+        """
+        self.slots += valid.numel()
+        tokens = int(valid.sum())
+        self.tokens += tokens
+        shares = float((counts.double() * valid[:, None]).sum()) / (features * counts.shape[1])
+        self.rate += shares
+        per_token = 2.0 * features * counts.shape[1] * width
+        self.flops += other_flops + shares * per_token
+        self.exact_flops += other_flops + tokens * per_token
+
 
 @dataclass(frozen=True)
 class LayerStatistics:
