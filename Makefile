@@ -16,6 +16,7 @@ compare: $(KERNELS)
 
 test: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(MAKE) test-oldest
 
 test-all: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
