@@ -1,0 +1,46 @@
+"""The end of a model with a method in every layer."""
+
+import pytest
+import torch
+
+from sparing.measure import swap as measured
+
+from zoo import build, tokens
+
+
+def test_cosines_of_an_encoder(minilm):
+    specs = ["window(size=8)", "top_keys(keys=4)", "top_keys(keys=32)", "top_keys(keys=64)"]
+    rows = list(measured.swap(minilm.model, minilm.ids[:, :64], specs, decoder=False))
+    assert [str(row.method) for row in rows] == ["exact", *specs]
+    cosines = [row.mean for row in rows]
+    assert cosines[0] == pytest.approx(1.0, abs=1e-6)
+    assert cosines[4] == pytest.approx(1.0, abs=1e-5)
+    assert cosines[2] < cosines[3] < 1 - 1e-4
+    assert all(row.worst <= row.mean for row in rows)
+    assert minilm.model.config._attn_implementation == "sdpa"
+
+
+def test_perplexity_of_a_language_model():
+    """By hand: the mean over documents is that of the log-likelihoods."""
+    model, ids = build("llama"), tokens(30, 3)
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].log_softmax(-1)
+    nll = -logits.gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+    first, wide, narrow = measured.swap(model, ids, ["window(size=100)", "window(size=2)"], decoder=True)
+    assert first.mean == pytest.approx(float(nll.mean().exp()), rel=1e-5)
+    assert first.worst == pytest.approx(float(nll.max().exp()), rel=1e-5)
+    assert wide.mean == pytest.approx(first.mean, rel=1e-5)
+    assert abs(narrow.mean / first.mean - 1) > 1e-3
+
+
+def test_the_command(capsys, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("too short\n\n" + "a much longer line of text " * 20 + "\n")
+    options = ["minilm", "--length", "40", "--documents", "1", "--text", str(path), "--methods", "window(size=8),exact"]
+    assert measured.main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| method | cosine | worst of 1 |"
+    assert lines[2] == "| `exact` | 1.0000 | 1.0000 |"
+    assert lines[3].startswith("| `window(size=8)` | 0.")
+    with pytest.raises(ValueError, match="only 1 texts have 40 tokens; ask for fewer documents than 2"):
+        measured.main([*options[:3], "--documents", "2", *options[5:]])
