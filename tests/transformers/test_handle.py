@@ -282,7 +282,6 @@ REFUSED = [
     ("bart", {"what": "nystrom"}, sparing.Unsupported, r"decoder\.layers\.0\.self_attn.*layers=\['encoder\.layers\.0\.self_attn'\]"),
     ("bart", {"what": {"decoder.*.encoder_attn": "nystrom"}}, sparing.Unsupported, "encoder_attn.*later tokens of the target"),
     ("whisper", {"what": "window"}, sparing.Unsupported, r"encoder_attn.*cross attention, which window does not support"),
-    ("modernbert", {"what": "nystrom", "layers": 1}, sparing.Unsupported, r"layers\.1\.attn cannot run nystrom.*window of 5 tokens"),
     ("modernbert", {"what": "monte_carlo"}, sparing.Unsupported, "linear layer of the values"),
 ]  # fmt: skip
 
@@ -309,6 +308,34 @@ def test_a_sliding_layer_honours_its_window_where_the_method_can():
     rows = given["attention_mask"].bool()
     with sparing.approximate(model, "value_aware(keys=40)", layers=1):
         torch.testing.assert_close(run(model, given)[rows], before[rows], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "spec"), [("modernbert", "nystrom(landmarks=3)"), ("mistral", "window(size=2)")])
+def test_a_sliding_layer_runs_any_method_on_inputs_within_its_window(name, spec):
+    """Padding and causality are honoured there; longer inputs, which the layer's mask would cut, are refused."""
+    model = build(name)
+    window = {"modernbert": 5, "mistral": 8}[name]
+    if name == "mistral":
+        with pytest.raises(
+            sparing.Unsupported, match="within a window of 8 tokens already; name the layers in `layers`"
+        ):
+            sparing.approximate(model, spec)
+    short = {"input_ids": tokens(window - 1), "attention_mask": torch.ones(2, window - 1, dtype=torch.long)}
+    short["attention_mask"][0, :2] = 0
+    keep = short["attention_mask"].bool()
+    exact = run(model, short)
+    with sparing.approximate(model, "top_keys(keys=99)", layers=[0, 1]):
+        torch.testing.assert_close(run(model, short)[keep], exact[keep], rtol=0, atol=1e-5)
+    with sparing.approximate(model, spec, layers=1) as handle:
+        assert f"on inputs within the layer's own window of {window} tokens" in repr(handle)
+        out = run(model, short)
+        assert not torch.allclose(out[keep], exact[keep], atol=1e-4)
+        other = dict(short, input_ids=torch.where(keep, short["input_ids"], 97))
+        assert torch.equal(run(model, other)[keep], out[keep])
+        with pytest.raises(
+            sparing.Unsupported, match=rf"layers\.1\..*does not support.*attends within {window} tokens"
+        ):
+            run(model, {"input_ids": tokens(24)})
 
 
 def test_custom_and_packed_masks_reach_the_method_or_are_refused():

@@ -26,6 +26,10 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "vit": ("ViTModel", lambda: transformers.ViTConfig(image_size=32, patch_size=8, **SMALL)),
     "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(**TOKENS, n_embd=64, n_head=4, n_layer=2)),
     "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TOKENS, num_key_value_heads=2, **SMALL)),
+    "mistral": (
+        "MistralForCausalLM",
+        lambda: transformers.MistralConfig(**TOKENS, num_key_value_heads=2, sliding_window=8, **SMALL),
+    ),
     "modernbert": (
         "ModernBertModel",
         lambda: transformers.ModernBertConfig(

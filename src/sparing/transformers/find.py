@@ -59,8 +59,6 @@ class Layer:
             return self.foreign
         if name == "exact":
             return None
-        if self.window is not None and not can.attn_mask:
-            return f"it attends within a window of {self.window} tokens, by a mask that {name} does not support"
         if self.causal and not can.causal:
             return f"it is causal, and {name} is not"
         if self.cross and not can.cross_attention:

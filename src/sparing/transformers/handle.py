@@ -89,6 +89,8 @@ class Handle:
             method = _running(layer)
             why = self._exact.get(layer.index)
             text = str(method) if method is not None else f"exact: {why}" if why else "exact"
+            if method is not None and layer.window is not None and not method.supports.attn_mask:
+                text += f", on inputs within the layer's own window of {layer.window} tokens"
             if not runs or runs[-1][0] != text:
                 runs.append((text, []))
             runs[-1][1].append(layer.name)
@@ -156,7 +158,7 @@ def _slots(places: list[Layer]) -> list[Slot]:
     slots = []
     for layer in places:
         slot = slot_of(layer.module) or Slot(layer.name, layer.index)
-        slot.cross, slot.value = layer.cross, layer.value
+        slot.cross, slot.value, slot.window = layer.cross, layer.value, layer.window
         slot.switches = [switches.setdefault(id(config), Switch(config)) for config in layer.hosts]
         hang(layer.module, slot)
         slots.append(slot)

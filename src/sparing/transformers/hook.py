@@ -122,12 +122,15 @@ def mask_function(
             f"attn_implementation={NAME!r}; load the model without it, then call sparing.approximate(model, method)"
         )
     padding = None if attention_mask is None else attention_mask[:, : kv_length + kv_offset]
+    within = others.get("local_size") is not None and kv_length < others["local_size"]  # a window that hides nothing
     start = kv_offset == 0 and (isinstance(q_offset, int) or not tracing) and bool(q_offset == 0)
-    if mask_function is masks.causal_mask_function and allow_is_causal_skip and start and q_length > 1:
+    causal = (mask_function is masks.causal_mask_function or within) and allow_is_causal_skip
+    full = (mask_function is masks.bidirectional_mask_function or within) and allow_is_bidirectional_skip
+    if causal and start and q_length > 1:
         padding = None if padding is None else padding[:, :q_length]
         if padding is None or padding.shape[1] == q_length:
             return None if padding is None or (not tracing and bool(padding.all())) else padding
-    if mask_function is masks.bidirectional_mask_function and allow_is_bidirectional_skip and kv_offset == 0:
+    if full and kv_offset == 0:
         if padding is None or (not tracing and padding.shape[1] == kv_length and bool(padding.all())):
             return None
         if padding.shape[1] == kv_length:

@@ -39,7 +39,8 @@ def serve(
             return attention(query, key, value, **call)
         found = inspect(query, key, value, brief=True, **call)
     except Unsupported as error:
-        raise Unsupported(f"{slot.name}: {error}") from error
+        local = f" (the layer attends within {slot.window} tokens; shorter inputs need no mask)" if slot.window else ""
+        raise Unsupported(f"{slot.name}: {error}{local}") from error
     choice.tally.add(choice.method, query, key, value, mask, is_causal, found.statistics)
     return found.output
 

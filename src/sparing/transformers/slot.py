@@ -59,6 +59,7 @@ class Slot:
     index: int  #: place among the model's attention layers; keys the random streams
     cross: bool = False  #: the keys come from another sequence
     value: str | None = None  #: the name of the layer's linear layer of the values
+    window: int | None = None  #: the layer attends within so many tokens, by its mask
     choices: list[Choice] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     served: bool = False  #: the layer has called sparing at least once
