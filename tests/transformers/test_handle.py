@@ -1,11 +1,14 @@
 """Swapping in and out: per layer, nested, repeated, after errors; and what is refused before anything changes."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -428,3 +431,95 @@ def test_registering_is_explicit_and_repeatable():
 
 def test_the_zoo_is_complete():
     assert {"bert", "roberta", "distilbert", "vit", "gpt2", "llama", "modernbert", "whisper", "t5"} <= set(CONFIGS)
+
+
+def test_models_that_share_a_config_do_not_share_their_attention():
+    """A twin stays exact; handles may be restored in any order; the config is given back in the end."""
+    for name in ("bert", "vit"):
+        a, given = build(name), inputs(name)
+        b = type(a)(a.config).eval()
+        before, exact = state(a), (run(a, given), run(b, given))
+        first = sparing.approximate(a, "nystrom(landmarks=4)")
+        assert torch.equal(run(b, given), exact[1]), "the twin was never touched"
+        assert not torch.equal(run(a, given), exact[0])
+        second = sparing.approximate(b, "window(size=4)")
+        out = run(b, given)
+        assert not torch.equal(out, exact[1])
+        first.restore()
+        assert torch.equal(run(a, given), exact[0])
+        assert torch.equal(run(b, given), out)
+        assert set(a.config.sparing["layers"].values()) == {"window(size=4)"}
+        second.restore()
+        assert torch.equal(run(a, given), exact[0])
+        assert torch.equal(run(b, given), exact[1])
+        assert state(a) == before
+
+
+@pytest.mark.parametrize(("name", "spec"), [("bart", "top_keys(keys=2)"), ("whisper", "nystrom(landmarks=4)")])
+def test_a_part_of_a_model_leaves_the_rest_alone(name, spec):
+    """Encoder and decoder share their config; only the given part changes, and no recipe speaks for the whole."""
+    model, given = build(name), inputs(name)
+    encoder = model.get_encoder()
+    before = state(model)
+    encoded = {"encoder_outputs": (torch.randn(2, 24, 64),), "decoder_input_ids": tokens(9)}
+    exact, whole = run(model, encoded), run(model, given)
+    with sparing.approximate(encoder, spec) as handle:
+        assert len(handle.layers) == 2
+        assert torch.equal(run(model, encoded), exact)
+        assert not torch.equal(run(model, given), whole)
+        assert not hasattr(model.config, "sparing")
+    assert state(model) == before
+
+
+def test_a_layers_number_does_not_depend_on_an_earlier_call(bert):
+    given = inputs("bert")
+    with sparing.approximate(bert.encoder.layer[1], "random_features(features=8)"):
+        run(bert, given)
+        with sparing.approximate(bert, "random_features(features=8)") as handle:
+            out, recipe = run(bert, given), handle.recipe
+    with sparing.approximate(bert, recipe):
+        assert torch.equal(run(bert, given), out)
+
+
+def test_whatever_hangs_on_a_value_layer_is_not_passed_by(bert):
+    attention = bert.encoder.layer[0].attention.self
+    hook = attention.value.register_forward_hook(lambda module, args, output: 3 * output)
+    with pytest.raises(sparing.Unsupported, match=r"layer\.0.*has no plain one of its own"):
+        sparing.approximate(bert, "monte_carlo")
+    hook.remove()
+    attention.value.forward = lambda x: 2 * x
+    with pytest.raises(sparing.Unsupported, match=r"layer\.0.*has no plain one of its own"):
+        sparing.approximate(bert, "monte_carlo")
+    del attention.value.forward
+    with sparing.approximate(bert, "monte_carlo"):
+        attention.value = nn.Sequential(attention.value)
+        with pytest.raises(sparing.Unsupported, match=r"layer\.0\.attention\.self\.value is another layer"):
+            run(bert, inputs("bert"))
+
+
+def test_causality_is_seen_where_the_module_does_not_tell():
+    """The attention of CLIP's text model is causal by its mask alone; that of its image model is not."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    text = transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=100, **sizes))
+    with pytest.raises(sparing.Unsupported, match="it is causal, and nystrom is not"):
+        sparing.approximate(text, "nystrom")
+    image = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes))
+    sparing.approximate(image, "nystrom").restore()
+
+
+def test_nothing_to_do(bert):
+    with pytest.raises(ValueError, match="what: an empty mapping names no layer"):
+        sparing.approximate(bert, {})
+    with sparing.approximate(bert, sparing.Recipe({})) as handle:
+        assert "0 of 2 attention layers approximated" in repr(handle)
+    assert "restored" in repr(handle)
+
+
+def test_a_model_is_not_kept_alive():
+    model = build("bert")
+    alive = weakref.ref(model)
+    sparing.approximate(model, "window(size=4)")
+    run(model, inputs("bert"))
+    del model
+    gc.collect()
+    assert alive() is None

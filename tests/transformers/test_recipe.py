@@ -142,6 +142,10 @@ def test_layers_without_numbers_are_not_guessed(tmp_path):
         run(second, inputs("distilbert"))
 
 
+def test_a_recipe_without_a_seed_is_seeded():
+    assert sparing.Recipe.of({"version": 1, "layers": {}}) == sparing.Recipe({})
+
+
 def test_seeds_of_nested_calls_are_kept(tmp_path):
     model, given = build("bert"), inputs("bert")
     spec = "random_features(features=8)"

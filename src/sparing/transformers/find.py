@@ -70,7 +70,8 @@ class Layer:
         if self.own is not None and (why := self.own.refusal(self.module, method)) is not None:
             return why
         if can.projection and self.value is None:
-            return f"{name} needs a linear layer of the values, and {type(self.module).__name__} has none of its own"
+            kind = type(self.module).__name__
+            return f"{name} needs a linear layer of the values, and {kind} has no plain one of its own"
         return None
 
 
@@ -79,30 +80,39 @@ def find(model: nn.Module) -> list[Layer]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     layers: list[Layer] = []
-    for name, module, host in _walk(model, "", None):
+    for name, module, host, makes_causal in _walk(model, "", None, False):
         hooked = uses_hook(module)
         if hooked or adapter_of(module) is not None or _looks_like_attention(module):
-            layers.append(_describe(name, len(layers), module, host, hooked))
+            layers.append(_describe(name, len(layers), module, host, hooked, makes_causal))
     if not layers:
-        raise ValueError(f"model: {type(model).__name__} has no attention modules that sparing knows")
+        raise ValueError(
+            f"model: {type(model).__name__} has no attention modules that sparing knows, none that asks transformers' "
+            "registry for its attention; leave it as it is"
+        )
     return layers
 
 
 def _walk(
-    module: nn.Module, name: str, host: PreTrainedModel | None, seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
-    """Every module once, with the innermost pretrained model around it."""
+    module: nn.Module, name: str, host: PreTrainedModel | None, makes_causal: bool, seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None, bool]]:
+    """Every module once, with the innermost pretrained model around it, and whether causal masks are made for it."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
-    host = module if isinstance(module, PreTrainedModel) else host
-    yield name, module, host
+    if isinstance(module, PreTrainedModel):
+        host, makes_causal = module, False
+    made = {name for name in _code(module).co_names if name.startswith("create_") and name.endswith("_mask")}
+    if made:
+        makes_causal = all("causal" in name for name in made)
+    yield name, module, host, makes_causal
     for child, inner in module.named_children():
-        yield from _walk(inner, f"{name}.{child}" if name else child, host, seen)
+        yield from _walk(inner, f"{name}.{child}" if name else child, host, makes_causal, seen)
 
 
-def _describe(name: str, index: int, module: nn.Module, host: PreTrainedModel | None, hooked: bool) -> Layer:
+def _describe(
+    name: str, index: int, module: nn.Module, host: PreTrainedModel | None, hooked: bool, makes_causal: bool
+) -> Layer:
     kind = type(module).__name__
     config = getattr(module, "config", None)
     own = None if hooked else adapter_of(module)
@@ -125,13 +135,29 @@ def _describe(name: str, index: int, module: nn.Module, host: PreTrainedModel | 
     if host is not None and host.config is not config:
         hosts.append(host.config)
     cross = bool(getattr(module, "is_cross_attention", False) or _CROSS.search(".".join([*name.split(".")[-3:], kind])))
-    value = next((n for n in _VALUE_LAYERS if type(getattr(module, n, None)) in (nn.Linear, Deferred)), None)
+    causal = makes_causal or getattr(module, "is_causal", False) is True
+    causal = causal and getattr(config, "is_causal", True) is not False
+    value = next((n for n in _VALUE_LAYERS if _is_plain_linear(getattr(module, n, None))), None)
     return Layer(
         name=name, index=index, module=module, hosts=tuple(hosts) if hooked else (), foreign=foreign, cross=cross,
-        causal=getattr(module, "is_causal", None) is True and not cross, value=value, window=_window(module, config),
-        biased=(hasattr(module, "has_relative_attention_bias") and not cross) or (own is not None and own.biased),
+        causal=causal and not cross, value=value, window=_window(module, config),
+        biased=(not cross and _adds_bias(module)) or (own is not None and own.biased),
         own=own,
     )  # fmt: skip
+
+
+def _adds_bias(module: nn.Module) -> bool:
+    """Whether it has relative positions that go into the scores: T5, and vision models with a table of them."""
+    tables = ("relative_position_bias", "relative_position_bias_table")
+    return hasattr(module, "has_relative_attention_bias") or any(getattr(module, t, None) is not None for t in tables)
+
+
+def _is_plain_linear(layer: object) -> bool:
+    """Whether x W^T + b is all it does: nothing hangs on it that a method on x and W would pass by."""
+    if isinstance(layer, Deferred):
+        return True
+    hooked = isinstance(layer, nn.Module) and (layer._forward_hooks or layer._forward_pre_hooks)
+    return type(layer) is nn.Linear and not hooked and "forward" not in vars(layer)
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
@@ -166,7 +192,8 @@ def _constants(code: CodeType) -> set[Any]:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """A class of that name with projections of its own."""
-    return "Attention" in type(module).__name__ and any(
-        _PROJECTION.match(child) for child in dict(module.named_children())
+    """torch's attention, or a class of that name with projections of its own."""
+    return isinstance(module, nn.MultiheadAttention) or (
+        "Attention" in type(module).__name__
+        and any(_PROJECTION.match(child) for child in dict(module.named_children()))
     )

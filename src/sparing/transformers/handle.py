@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparing.method import Method
 from sparing.transformers.adapters import settle
-from sparing.transformers.choose import Layers, What, base_name, choose
+from sparing.transformers.choose import Layers, What, choose
 from sparing.transformers.deferred import Deferred
 from sparing.transformers.find import Layer, find
 from sparing.transformers.hook import register
+from sparing.transformers.keep import keep_recipe, recipe_of, running
 from sparing.transformers.recipe import Recipe
-from sparing.transformers.slot import Choice, Slot, Switch, hang, slot_of
+from sparing.transformers.slot import Choice, Slot, hang, slot_of
 from sparing.transformers.statistics import LayerStatistics, Statistics, Tally
-
-_BEFORE = "_sparing_recipe_before"
+from sparing.transformers.switch import adopt, switch_of
 
 
 class Handle:
@@ -34,12 +33,14 @@ class Handle:
         self._choices = choices
         self._exact = exact  # why layers that nobody named stayed exact
         self._undo: list[Callable[[], None]] = []
+        self._restored = False
 
     def restore(self) -> None:
         """Give the model back as it was before this call; harmless when repeated."""
+        self._restored = True
         while self._undo:
             self._undo.pop()()
-        _keep_recipe(self.model, self._layers)
+        keep_recipe(self.model)
         slots = [slot for layer in self._layers if (slot := slot_of(layer.module)) is not None]
         if not any(slot.choices for slot in slots):
             for layer in self._layers:
@@ -47,18 +48,18 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to restore."""
-        return bool(self._undo)
+        """Whether it has not been restored."""
+        return not self._restored
 
     @property
     def layers(self) -> dict[str, str]:
         """What every attention layer of the model runs now."""
-        return {layer.name: str(_running(layer) or "exact") for layer in self._layers}
+        return {layer.name: str(running(layer) or "exact") for layer in self._layers}
 
     @property
     def recipe(self) -> Recipe:
         """The model's present state, to save or to apply elsewhere."""
-        return _recipe(self.model, self._layers)
+        return recipe_of(self.model, self._layers)
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         """What the layers that this call approximated have run so far: calls, sampling rates, FLOPs; no times.
@@ -86,7 +87,7 @@ class Handle:
         lines = [f"<sparing on {type(self.model).__name__}: {self._summary()}"]
         runs: list[tuple[str, list[str]]] = []
         for layer in self._layers:
-            method = _running(layer)
+            method = running(layer)
             why = self._exact.get(layer.index)
             text = str(method) if method is not None else f"exact: {why}" if why else "exact"
             if method is not None and layer.window is not None and not method.supports.attn_mask:
@@ -97,14 +98,16 @@ class Handle:
         for text, names in runs:
             place = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             lines.append(f"  {place}: {text}")
-        if any(layer.causal and _running(layer) is not None for layer in self._layers):
+        if any(layer.causal and running(layer) is not None for layer in self._layers):
             lines.append("  prompts run as above; tokens that continue a cache (decoding) run exact attention")
+        if any(layer.causal and (method := running(layer)) and method.supports.projection for layer in self._layers):
+            lines.append("  methods on the value layer need use_cache=False")
         return "\n".join(lines) + ">"
 
     def _summary(self) -> str:
         if not self.active:
             return "restored"
-        count = sum(_running(layer) is not None for layer in self._layers)
+        count = sum(running(layer) is not None for layer in self._layers)
         return f"{count} of {len(self._layers)} attention layers approximated"
 
 
@@ -137,11 +140,10 @@ def approximate(
     register()
     handle = Handle(model, places, wanted, exact)
     try:
-        _remember_recipe(model)
         slots = _slots(places)
         for index, choice in wanted.items():
             _apply(places[index], slots[index], choice, handle._undo)
-        _keep_recipe(model, places)
+        keep_recipe(model)
     except BaseException:
         handle.restore()
         raise
@@ -149,17 +151,14 @@ def approximate(
 
 
 def _slots(places: list[Layer]) -> list[Slot]:
-    """A slot on every layer, so that all know their number; switches are shared by the layers of one config."""
-    switches: dict[int, Switch] = {}
-    for layer in places:
-        slot = slot_of(layer.module)
-        for switch in slot.switches if slot is not None else ():
-            switches[id(switch.config)] = switch
+    """A slot on every layer, so that those without a choice know that they are exact."""
     slots = []
     for layer in places:
-        slot = slot_of(layer.module) or Slot(layer.name, layer.index)
-        slot.cross, slot.value, slot.window = layer.cross, layer.value, layer.window
-        slot.switches = [switches.setdefault(id(config), Switch(config)) for config in layer.hosts]
+        slot = slot_of(layer.module) or Slot(layer.name)
+        for switch in slot.switches:
+            adopt(switch)
+        slot.name, slot.cross, slot.value, slot.window = layer.name, layer.cross, layer.value, layer.window
+        slot.switches = [switch_of(config) for config in layer.hosts]
         hang(layer.module, slot)
         slots.append(slot)
     return slots
@@ -199,45 +198,3 @@ class _Probation:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self.slot.serving and not self.slot.served:
             raise RuntimeError(f"{self.slot.name}: {type(module).__name__} did not call sparing; leave it exact")
-
-
-def _running(layer: Layer) -> Method | None:
-    """What the layer runs now; None for exact attention."""
-    slot = slot_of(layer.module)
-    choice = None if slot is None else slot.choice
-    return None if choice is None or choice.exact else choice.method
-
-
-def _recipe(model: nn.Module, places: list[Layer]) -> Recipe:
-    layers, seeds = {}, {}
-    for place in places:
-        name, slot = base_name(model, place.name), slot_of(place.module)
-        layers[name] = str(_running(place) or "exact")
-        if slot is not None and slot.choice is not None:
-            seeds[name] = slot.choice.seed
-    one = len(set(seeds.values())) <= 1
-    architecture = getattr(getattr(model, "config", None), "model_type", None)
-    return Recipe(layers, next(iter(seeds.values()), 0) if one else seeds, architecture)
-
-
-def _remember_recipe(model: nn.Module) -> None:
-    """Keep what the config said before the model was first approximated."""
-    config = getattr(model, "config", None)
-    if config is not None and not hasattr(model, _BEFORE):
-        setattr(model, _BEFORE, getattr(config, "sparing", None))
-
-
-def _keep_recipe(model: nn.Module, places: list[Layer]) -> None:
-    """Write what the model runs into its config, which is saved with it."""
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, _BEFORE):
-        return
-    if any(slot.choices for place in places if (slot := slot_of(place.module)) is not None):
-        config.sparing = _recipe(model, places).to_dict()
-        return
-    before = getattr(model, _BEFORE)
-    delattr(model, _BEFORE)
-    if before is not None:
-        config.sparing = before
-    elif hasattr(config, "sparing"):
-        del config.sparing

@@ -16,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparing.method import Projection, Unsupported
 from sparing.transformers.adapters import misreads_masks
+from sparing.transformers.deferred import Deferred
 from sparing.transformers.resolve import resolve
 from sparing.transformers.serve import serve
-from sparing.transformers.slot import NAME, slot_of
+from sparing.transformers.slot import Slot, slot_of
+from sparing.transformers.switch import NAME
 
 #: Arguments that change no result, or that are already in the mask: a window's width, positions of packed sequences.
 _HARMLESS = {
@@ -55,12 +57,12 @@ def attention_function(
     slot = slot_of(module) or resolve(module)
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
-            raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; restore the model")
+            raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; leave it exact")
     if not torch.compiler.is_compiling():
         slot.served = True
     given: Tensor | Projection = value
     if slot.projects:
-        given = getattr(module, slot.value or "").take(value, query)
+        given = _taken(module, slot, value, query)
 
     n_q, n_k = query.shape[2], key.shape[2]
     choice, exact = slot.choice, slot.choice is None or slot.choice.exact
@@ -140,6 +142,17 @@ def mask_function(
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip, **others,
     )  # fmt: skip
+
+
+def _taken(module: nn.Module, slot: Slot, value: Tensor, query: Tensor) -> Projection:
+    """The projection that the layer's values stand for."""
+    layer = getattr(module, slot.value or "", None)
+    if not isinstance(layer, Deferred):
+        raise Unsupported(
+            f"{slot.name}.{slot.value} is another layer than when the model was approximated; restore the model and "
+            "approximate it again"
+        )
+    return layer.take(value, query)
 
 
 def _square(padding: Tensor, n_k: int) -> Tensor:

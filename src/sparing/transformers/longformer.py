@@ -82,11 +82,11 @@ class ServedLongformer(Served, LongformerSelfAttention):
     ) -> dict[str, Tensor]:
         """The values [n, B, H e] by their layers' names; hidden [B, n, d], keep [B, n], and of each layer M (B, H, n)
         and the FLOPs of the attention over its values."""
-        slot, choice = served
+        _, choice = served
         assert isinstance(choice.method, MonteCarlo)
         heads = received[0].shape[1]
         seed = int(torch.randint(2**63 - 1, ())) if choice.seed is None else choice.seed & (2**64 - 1)
-        streams = torch.tensor(slot.streams(2 * heads), device=hidden.device).unflatten(0, (2, heads))
+        streams = torch.tensor(choice.streams(2 * heads), device=hidden.device).unflatten(0, (2, heads))
         valid = keep[:, None].expand_as(received[0])
         flops, found = list(flops), {}
         for name, largest, stream in zip(_VALUES, received, streams, strict=False):

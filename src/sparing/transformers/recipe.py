@@ -80,7 +80,7 @@ class Recipe:
         unknown = set(found) - set(_KNOWN)
         if unknown:
             raise ValueError(f"{label}: unknown entries {', '.join(sorted(unknown))}; known: {', '.join(_KNOWN)}")
-        return cls(found["layers"], found.get("seed"), found.get("architecture"), found.get("about", {}))
+        return cls(found["layers"], found.get("seed", 0), found.get("architecture"), found.get("about", {}))
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON holds."""

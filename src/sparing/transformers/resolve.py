@@ -13,16 +13,22 @@ from torch import nn
 
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.slot import Choice, Slot, hang
+from sparing.transformers.switch import switched_for_others
 
 #: id of a config -> the config, and how many of its modules have a number. Not in the config, which is saved to a file.
 _numbered: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def resolve(module: nn.Module) -> Slot:
-    """The slot that the config's recipe gives to this module; hung on it for later calls."""
+    """The slot that the config's recipe gives to this module; hung on it for later calls.
+
+    A module that merely shares its config with a model that was approximated gets an empty one: it stays exact.
+    """
     config: Any = getattr(module, "config", None)
-    found = getattr(config, "sparing", None)
     label = type(module).__name__
+    if switched_for_others(config):
+        return Slot(label)  # another model, or another part of the model, shares this config
+    found = getattr(config, "sparing", None)
     if found is None:
         raise RuntimeError(
             f"{label}: attn_implementation='sparing', but the config holds no recipe; "
@@ -38,12 +44,12 @@ def resolve(module: nn.Module) -> Slot:
     name = recipe.name_at(index)
     if name is None:
         raise RuntimeError(f"{label}: the recipe does not say what layer {index} of this model runs; {way_out}")
-    slot = Slot(name, index)
+    slot = Slot(name)
     method = recipe.method_of(name)
     if method is not None:
         if method.supports.projection:
             raise RuntimeError(f"{name}: {method.name} works on the value layer; {way_out}")
-        slot.choices.append(Choice(method, recipe.seed_of(name)))
+        slot.choices.append(Choice(method, recipe.seed_of(name), index))
     hang(module, slot)
     return slot
 

@@ -31,7 +31,7 @@ def serve(
         rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     call: dict[str, Any] = {
         "attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, "scale": scale, "query_mask": rows,
-        "enable_gqa": query.shape[1] != key.shape[1], "streams": slot.streams(key.shape[1]), "method": choice.method,
+        "enable_gqa": query.shape[1] != key.shape[1], "streams": choice.streams(key.shape[1]), "method": choice.method,
         "seed": choice.seed,
     }  # fmt: skip
     try:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from sparing.method import Method
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
-
-#: The attention implementation, in the words of transformers.
-NAME = "sparing"
+from sparing.transformers.switch import NAME, Switch
 
 _ATTRIBUTE = "_sparing"
 _HEADS = 2**16  # streams per layer, more than any layer has heads
@@ -24,31 +21,16 @@ class Choice:
 
     method: Method
     seed: int | None
+    index: int  #: the layer's place in the model that was given; keys the random streams
     tally: Tally = field(default_factory=Tally)
 
     @property
     def exact(self) -> bool:
         return type(self.method) is Exact
 
-
-@dataclass(eq=False)
-class Switch:
-    """The implementation name of one config object: sparing's while any of its layers has a choice."""
-
-    config: Any
-    before: str | None = None
-    active: int = 0
-
-    def on(self) -> None:
-        if self.active == 0:
-            self.before = self.config._attn_implementation
-        self.active += 1
-        self.config._attn_implementation_internal = NAME
-
-    def off(self) -> None:
-        self.active -= 1
-        if self.active == 0:
-            self.config._attn_implementation_internal = self.before
+    def streams(self, heads: int) -> list[int]:
+        """Random streams of the key-value heads; no two layers share one."""
+        return list(range(self.index * _HEADS, self.index * _HEADS + heads))
 
 
 @dataclass(eq=False)
@@ -56,7 +38,6 @@ class Slot:
     """The choices for one layer, the latest of which rules, and what is known of the layer."""
 
     name: str
-    index: int  #: place among the model's attention layers; keys the random streams
     cross: bool = False  #: the keys come from another sequence
     value: str | None = None  #: the name of the layer's linear layer of the values
     window: int | None = None  #: the layer attends within so many tokens, by its mask
@@ -78,10 +59,6 @@ class Slot:
     def projects(self) -> bool:
         """Whether the layer's method works on the projection of the values."""
         return bool(self.choices) and self.choices[-1].method.supports.projection
-
-    def streams(self, heads: int) -> list[int]:
-        """Random streams of the key-value heads; no two layers share one."""
-        return list(range(self.index * _HEADS, self.index * _HEADS + heads))
 
 
 def slot_of(module: nn.Module) -> Slot | None:

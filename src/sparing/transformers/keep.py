@@ -1,0 +1,79 @@
+"""The recipe of an approximated model, and keeping it in the config, which is saved with the model."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from sparing.method import Method
+from sparing.transformers.choose import base_name
+from sparing.transformers.find import Layer, find
+from sparing.transformers.recipe import Recipe
+from sparing.transformers.slot import slot_of
+from sparing.transformers.switch import switch_of
+
+
+def running(layer: Layer) -> Method | None:
+    """What the layer runs now; None for exact attention."""
+    slot = slot_of(layer.module)
+    choice = None if slot is None else slot.choice
+    return None if choice is None or choice.exact else choice.method
+
+
+def recipe_of(model: nn.Module, layers: list[Layer]) -> Recipe:
+    """What the model runs now."""
+    specs, seeds = {}, {}
+    for layer in layers:
+        name, slot = base_name(model, layer.name), slot_of(layer.module)
+        specs[name] = str(running(layer) or "exact")
+        if slot is not None and slot.choice is not None:
+            seeds[name] = slot.choice.seed
+    one = len(set(seeds.values())) <= 1
+    architecture = getattr(getattr(model, "config", None), "model_type", None)
+    return Recipe(specs, next(iter(seeds.values()), 0) if one else seeds, architecture)
+
+
+def keep_recipe(model: nn.Module) -> None:
+    """Write what the model runs into its config, or give back what was there before any model was approximated.
+
+    Of several models with one config, the last that was touched and is approximated writes. A part of a model (its
+    encoder, a layer) does not: the names in its recipe would be read as those of the whole.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not _is_whole(model):
+        return
+    switch = switch_of(config)
+    if not switch.writers:
+        switch.recipe = getattr(config, "sparing", None)
+    switch.writers.pop(id(model), None)
+    switch.writers[id(model)] = model
+    for writer in reversed(list(switch.writers.values())):
+        layers = find(writer)
+        if any(slot.choices for layer in layers if (slot := slot_of(layer.module)) is not None):
+            config.sparing = recipe_of(writer, layers).to_dict()
+            return
+    switch.writers.clear()
+    if switch.recipe is not None:
+        config.sparing = switch.recipe
+    elif hasattr(config, "sparing"):
+        del config.sparing
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether `from_pretrained` of an Auto class could load it: not the encoder of an encoder-decoder, for example."""
+    model = getattr(model, "_orig_mod", model)
+    return isinstance(model, PreTrainedModel) and any(cls.__name__ in _loadable() for cls in type(model).__mro__)
+
+
+@cache
+def _loadable() -> frozenset[str]:
+    found: set[str] = set()
+    for name, mapping in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES"):
+            for classes in mapping.values():
+                found.update([classes] if isinstance(classes, str) else classes)
+    return frozenset(found)
