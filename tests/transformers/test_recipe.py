@@ -130,6 +130,12 @@ def test_layers_without_numbers_are_not_guessed(tmp_path):
     with pytest.raises(RuntimeError, match=r"call sparing\.approximate\(model\) once after loading"):
         run(loaded, inputs("bart"))
 
+    everywhere = build("bart")
+    everywhere.config.sparing = "nystrom"
+    everywhere.set_attn_implementation("sparing")
+    with pytest.raises(RuntimeError, match="which of the model's stacks a layer belongs to cannot be seen"):
+        run(everywhere, inputs("bart"))
+
     model = build("distilbert")
     with sparing.approximate(model, "window(size=4)"):
         model.save_pretrained(tmp_path / "distilbert")

@@ -36,6 +36,8 @@ def resolve(module: nn.Module) -> Slot:
         )
     recipe = Recipe.of(found)
     way_out = "call sparing.approximate(model) once after loading"
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise RuntimeError(f"{label}: which of the model's stacks a layer belongs to cannot be seen from it; {way_out}")
     index = getattr(module, "layer_idx", None)
     if index is None:
         if module.training:
