@@ -7,7 +7,7 @@ import torch
 
 import sparing
 
-from zoo import CAUSAL, THROUGH_THE_HOOK, build, inputs, run, tokens
+from zoo import CAUSAL, THROUGH_THE_HOOK, build, inputs, run, tokens, valid
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_HOOK)
@@ -113,3 +113,27 @@ def test_grouped_queries_are_repeated_heads():
     for spec in ("exact", "window(size=6, sinks=1)", "top_keys(keys=3)"):
         with sparing.approximate(grouped, spec), sparing.approximate(whole, spec):
             torch.testing.assert_close(run(grouped, given), run(whole, given), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "vit", "llama"])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 0.06), (torch.float16, 0.01)])
+def test_sixteen_bits(name, dtype, allowed):
+    """Inside a call everything is float32: in 16 bits a model errs as its exact self does.
+
+    A sampled value may take one sample more or less where rounding tips its count: its error keeps its size.
+    """
+    model, given = build(name), inputs(name) | ({"use_cache": False} if name == "llama" else {})
+    outs = {}
+    for bits in (torch.float32, dtype):
+        model.to(bits)
+        cast = {key: x.to(bits) if torch.is_tensor(x) and x.is_floating_point() else x for key, x in given.items()}
+        for spec in ("exact", "monte_carlo(alpha=0)", "window(size=8, sinks=1)", "monte_carlo(alpha=0.2)"):
+            with sparing.approximate(model, spec):
+                out = run(model, cast)
+            assert out.dtype == bits
+            outs[spec, bits] = valid(name, given, out).float()
+    for spec in ("exact", "monte_carlo(alpha=0)", "window(size=8, sinks=1)"):
+        wanted = outs[spec, torch.float32]
+        assert float((outs[spec, dtype] - wanted).norm() / wanted.norm()) < allowed
+    errors = [float((outs["monte_carlo(alpha=0.2)", b] - outs["exact", b]).norm()) for b in (torch.float32, dtype)]
+    assert 0.8 < errors[1] / errors[0] < 1.25
