@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sparing
 from sparing.transformers.slot import slot_of
@@ -238,7 +239,7 @@ class Ignores(nn.Module):
 
     def forward(self, hidden_states, **others):
         if self.config._attn_implementation == "never":
-            return ALL_ATTENTION_FUNCTIONS["never"]  # noqa: F821
+            return ALL_ATTENTION_FUNCTIONS["never"]
         return (hidden_states, None)
 
 
@@ -523,3 +524,24 @@ def test_a_model_is_not_kept_alive():
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_values_in_another_order_are_found_out(bert):
+    """A module that splits its values into heads in a way of its own must not get those of another head."""
+    attention = bert.encoder.layer[0].attention.self
+
+    class Interleaved(type(attention)):
+        def forward(self, hidden_states, attention_mask=None, **others):
+            q, k = (part(hidden_states).unflatten(-1, (4, 16)).transpose(1, 2) for part in (self.query, self.key))
+            v = self.value(hidden_states).unflatten(-1, (16, 4)).permute(0, 3, 1, 2)
+            out, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, q, k, v, attention_mask)
+            return out.flatten(2), None
+
+    attention.__class__ = Interleaved
+    with (
+        sparing.approximate(bert, "monte_carlo"),
+        pytest.raises(sparing.Unsupported, match=r"layer\.0.*splits its values into heads in a way of its own"),
+    ):
+        run(bert, inputs("bert"))
+    with sparing.approximate(bert, "window(size=4)"):
+        run(bert, inputs("bert"))

@@ -15,7 +15,8 @@ class Deferred(nn.Linear):
     """Stands in for a linear layer, with the same parameters under the same names.
 
     While its attention layer runs a method on the projection, it returns numbers that are not numbers and take no
-    memory, and keeps its input for that method. Whatever else used its output would show at once.
+    memory, and keeps its input for that method. Whatever else used its output would show at once. The first time it
+    returns its product, to see that the attention layer splits it into heads as `Projection` does.
     """
 
     def __init__(self, layer: nn.Linear, slot: Slot) -> None:
@@ -25,24 +26,41 @@ class Deferred(nn.Linear):
         self.train(layer.training)
         self.original = (layer,)  # in a tuple: no part of the module tree
         self.slot = slot
-        self.inputs: dict[int, Tensor] = {}
+        self.proven = False  # the values arrive in the order that `Projection` has
+        self.waiting: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, by thread
 
     def forward(self, input: Tensor) -> Tensor:
         """The product, or its placeholder."""
         if not self.slot.projects or not self.slot.serving:
             return super().forward(input)
-        self.inputs[_thread()] = input
-        return input.new_full((), torch.nan).expand(*input.shape[:-1], self.out_features)
+        if self.proven or torch.compiler.is_compiling():
+            output = input.new_full((), torch.nan).expand(*input.shape[:-1], self.out_features)
+        else:
+            output = super().forward(input)
+        self.waiting[_thread()] = input, output
+        return output
 
     def take(self, value: Tensor, like: Tensor) -> Projection:
         """The projection that the placeholder stood for."""
-        input = self.inputs.pop(_thread(), None)
-        if input is None or any(value.stride()):
+        input, output = self.waiting.pop(_thread(), (None, None))
+        if input is None or output is None or not self._is_view(value, output):
             raise Unsupported(
                 f"{self.slot.name}: the values were copied before the attention function saw them, as a cache does, "
                 "but the layer's method projects them itself; pass use_cache=False"
             )
-        return Projection(input, self.weight, self.bias).map(lambda t: t.to(like.dtype))
+        found = Projection(input, self.weight, self.bias).map(lambda t: t.to(like.dtype))
+        if not self.proven and not torch.compiler.is_compiling():
+            expected = found.project(value.shape[1])
+            close = expected.shape == value.shape and torch.allclose(expected.to(value.dtype), value, 0.05, 0.05)
+            if not close:
+                raise Unsupported(f"{self.slot.name}: the model splits its values into heads in a way of its own")
+            self.proven = True
+        return found
+
+    def _is_view(self, value: Tensor, output: Tensor) -> bool:
+        if not any(output.stride()):
+            return not any(value.stride())
+        return value.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
 
     def restored(self) -> nn.Linear:
         """The layer that it stands in for, with the parameters as they are now."""
