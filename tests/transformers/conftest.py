@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
+from zoo import build
+
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet():
@@ -18,3 +20,8 @@ def minilm():
 
     encoder = minilm.load()
     return SimpleNamespace(model=encoder.model, ids=minilm.token_ids(encoder))
+
+
+@pytest.fixture
+def bert():
+    return build("bert")

@@ -64,7 +64,7 @@ def test_left_padding_does_not_matter_to_llama(spec):
 @pytest.mark.parametrize("spec", CAUSAL_SPECS)
 def test_later_tokens_do_not_change_earlier_logits(name, spec):
     if name == "gpt2" and sparing.method(spec).supports.projection:
-        pytest.skip("GPT-2 has one layer for queries, keys and values; test_handle.py sees the refusal")
+        pytest.skip("GPT-2 has one layer for queries, keys and values; test_refused.py sees the refusal")
     model, given = build(name), asked(name)
     changed = dict(given)
     changed["input_ids"] = given["input_ids"].clone()

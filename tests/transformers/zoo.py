@@ -120,3 +120,15 @@ def valid(name: str, given: dict[str, Tensor], out: Tensor) -> Tensor:
     """The outputs of tokens that are not padding, one row each."""
     mask = given.get("attention_mask")
     return out[mask.bool()] if mask is not None and mask.shape == out.shape[:2] else out.flatten(0, 1)
+
+
+def state(model: nn.Module) -> tuple[Any, ...]:
+    """Everything that approximate() may touch."""
+    return (
+        model.config._attn_implementation,
+        model.config.to_dict(),
+        {name: id(module) for name, module in model.named_modules()},
+        {name: sorted(vars(module)) for name, module in model.named_modules()},
+        {name: len(module._forward_hooks) for name, module in model.named_modules()},
+        list(model.state_dict()),
+    )
