@@ -49,7 +49,8 @@ def _from_method(
     """Which layers run it, and why others stay exact."""
     method, exact = _method(what), {}
     if layers is not None:
-        return {i: Choice(places[i].method(what), seed, i) for i in _select(places, layers, "layers")}, {}
+        named = [places[index] for index in _select(places, layers, "layers")]
+        return {p.index: Choice(p.method(what), seed, p.stream) for p in named}, {}
     for layer in places:
         if layer.foreign is not None:
             exact[layer.index] = layer.foreign
@@ -61,7 +62,7 @@ def _from_method(
             "leave this model as it is" if first.foreign else "name the layers in `layers` to change them all the same"
         )
         raise Unsupported(f"{first.name} and all other layers stay as they are: {exact[first.index]}; {way_out}")
-    return {p.index: Choice(p.method(what), seed, p.index) for p in places if p.index not in exact}, exact
+    return {p.index: Choice(p.method(what), seed, p.stream) for p in places if p.index not in exact}, exact
 
 
 def _from_mapping(
@@ -77,7 +78,7 @@ def _from_mapping(
             method = places[index].method(spec)
             if index in wanted and wanted[index].method != method:
                 raise ValueError(f"what: {places[index].name} is named twice, for {wanted[index].method} and {method}")
-            wanted[index] = Choice(method, seed, index)
+            wanted[index] = Choice(method, seed, places[index].stream)
     return wanted
 
 
@@ -95,7 +96,7 @@ def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: 
     for layer, name in zip(places, names, strict=True):
         spec = recipe.spec_of(name)
         if spec is not None:
-            wanted[layer.index] = Choice(layer.method(spec), recipe.seed_of(name), layer.index)
+            wanted[layer.index] = Choice(layer.method(spec), recipe.seed_of(name), layer.stream)
     return wanted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ class Layer:
 
     name: str  #: within the model that was given
     index: int
+    stream: int  #: what keys its random streams: its number in the model
     module: nn.Module
     hosts: tuple[Any, ...]  #: the configs that decide how it is run and which mask it gets
     causal: bool
@@ -84,6 +85,9 @@ def find(model: nn.Module) -> list[Layer]:
         hooked = uses_hook(module)
         if hooked or adapter_of(module) is not None or _looks_like_attention(module):
             layers.append(_describe(name, len(layers), module, host, hooked, makes_causal))
+    numbers: list[Any] = [getattr(layer.module, "layer_idx", None) for layer in layers]
+    if None not in numbers and len(set(numbers)) == len(numbers):  # a part of a model is numbered like the whole
+        layers = [replace(layer, stream=number) for layer, number in zip(layers, numbers, strict=True)]
     if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no attention modules that sparing knows, none that asks transformers' "
@@ -139,7 +143,8 @@ def _describe(
     causal = causal and getattr(config, "is_causal", True) is not False
     value = next((n for n in _VALUE_LAYERS if _is_plain_linear(getattr(module, n, None))), None)
     return Layer(
-        name=name, index=index, module=module, hosts=tuple(hosts) if hooked else (), foreign=foreign, cross=cross,
+        name=name, index=index, stream=index, module=module, hosts=tuple(hosts) if hooked else (), foreign=foreign,
+        cross=cross,
         causal=causal and not cross, value=value, window=_window(module, config),
         biased=(not cross and _adds_bias(module)) or (own is not None and own.biased),
         own=own,

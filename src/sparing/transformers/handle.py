@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +18,10 @@ from sparing.transformers.find import Layer, find
 from sparing.transformers.hook import register
 from sparing.transformers.keep import keep_recipe, recipe_of, running
 from sparing.transformers.recipe import Recipe
+from sparing.transformers.resolve import resolve
 from sparing.transformers.slot import Choice, Slot, hang, slot_of
 from sparing.transformers.statistics import LayerStatistics, Statistics, Tally
-from sparing.transformers.switch import adopt, switch_of
+from sparing.transformers.switch import NAME, adopt, is_ours, switch_of
 
 
 class Handle:
@@ -34,17 +36,15 @@ class Handle:
         self._exact = exact  # why layers that nobody named stayed exact
         self._undo: list[Callable[[], None]] = []
         self._restored = False
+        config = getattr(model, "config", None)
+        self._record = None if config is None else switch_of(config)  # lives as long as somebody may restore
 
     def restore(self) -> None:
         """Give the model back as it was before this call; harmless when repeated."""
         self._restored = True
         while self._undo:
             self._undo.pop()()
-        keep_recipe(self.model)
-        slots = [slot for layer in self._layers if (slot := slot_of(layer.module)) is not None]
-        if not any(slot.choices for slot in slots):
-            for layer in self._layers:
-                hang(layer.module, None)
+        keep_recipe(self.model, self._layers)
 
     @property
     def active(self) -> bool:
@@ -143,7 +143,7 @@ def approximate(
         slots = _slots(places)
         for index, choice in wanted.items():
             _apply(places[index], slots[index], choice, handle._undo)
-        keep_recipe(model)
+        keep_recipe(model, places)
     except BaseException:
         handle.restore()
         raise
@@ -151,7 +151,15 @@ def approximate(
 
 
 def _slots(places: list[Layer]) -> list[Slot]:
-    """A slot on every layer, so that those without a choice know that they are exact."""
+    """The slots of the layers, hung where there was none; what a config's recipe said by name is read first."""
+    for layer in places:
+        slot, config = slot_of(layer.module), getattr(layer.module, "config", None)
+        by_name = slot is not None and all(choice.by_name for choice in slot.choices)
+        if by_name and config is not None and not is_ours(config):
+            hang(layer.module, None)  # the model was loaded by name and switched away since
+        if slot_of(layer.module) is None and getattr(config, "_attn_implementation", None) == NAME:
+            with suppress(RuntimeError):  # what cannot be read raises when the layer runs
+                resolve(layer.module)
     slots = []
     for layer in places:
         slot = slot_of(layer.module) or Slot(layer.name)
@@ -159,7 +167,6 @@ def _slots(places: list[Layer]) -> list[Slot]:
             adopt(switch)
         slot.name, slot.cross, slot.value, slot.window = layer.name, layer.cross, layer.value, layer.window
         slot.switches = [switch_of(config) for config in layer.hosts]
-        hang(layer.module, slot)
         slots.append(slot)
     return slots
 
@@ -168,9 +175,9 @@ def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], Non
     """Let the layer run the choice; whatever is changed first puts its undoing on the list."""
     undo.append(lambda: _drop(layer, slot, choice))
     slot.choices.append(choice)
+    hang(layer.module, slot)
     for switch in slot.switches:
-        undo.append(switch.off)
-        switch.on()
+        undo.append(switch.on())
     settle(layer.module, slot, layer.own)
     if choice.method.supports.projection and layer.value is not None and layer.own is None:
         present = getattr(layer.module, layer.value)
@@ -182,6 +189,8 @@ def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], Non
 
 def _drop(layer: Layer, slot: Slot, choice: Choice) -> None:
     slot.choices.remove(choice)
+    if not slot.choices:
+        hang(layer.module, None)
     settle(layer.module, slot, layer.own)
     if layer.value is not None and not any(c.method.supports.projection for c in slot.choices):
         present = getattr(layer.module, layer.value)

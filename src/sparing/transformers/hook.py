@@ -20,7 +20,7 @@ from sparing.transformers.deferred import Deferred
 from sparing.transformers.resolve import resolve
 from sparing.transformers.serve import serve
 from sparing.transformers.slot import Slot, slot_of
-from sparing.transformers.switch import NAME
+from sparing.transformers.switch import CHOSEN, NAME
 
 #: Arguments that change no result, or that are already in the mask: a window's width, positions of packed sequences.
 _HARMLESS = {
@@ -32,8 +32,9 @@ _HARMLESS = {
 
 def register() -> None:
     """Make `attn_implementation="sparing"` known to transformers; harmless when repeated."""
-    AttentionInterface.register(NAME, attention_function)
-    AttentionMaskInterface.register(NAME, mask_function)
+    for name in (NAME, CHOSEN):
+        AttentionInterface.register(name, attention_function)
+        AttentionMaskInterface.register(name, mask_function)
 
 
 def attention_function(
@@ -49,7 +50,8 @@ def attention_function(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, n_q, d], key and value [B, H_kv, n_k, .] -> ([B, n_q, H, e], no weights)."""
-    if AttentionMaskInterface._global_mapping.get(NAME) is not mask_function:
+    known = AttentionMaskInterface._global_mapping
+    if known.get(NAME) is not mask_function or known.get(CHOSEN) is not mask_function:
         raise RuntimeError(
             f"the mask function registered under {NAME!r} is not sparing's, so padding and causality would be lost; "
             "call sparing.transformers.register() again"

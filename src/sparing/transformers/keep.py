@@ -14,7 +14,7 @@ from sparing.transformers.choose import base_name
 from sparing.transformers.find import Layer, find
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.slot import slot_of
-from sparing.transformers.switch import switch_of
+from sparing.transformers.switch import Switch, switch_of
 
 
 def running(layer: Layer) -> Method | None:
@@ -37,30 +37,43 @@ def recipe_of(model: nn.Module, layers: list[Layer]) -> Recipe:
     return Recipe(specs, next(iter(seeds.values()), 0) if one else seeds, architecture)
 
 
-def keep_recipe(model: nn.Module) -> None:
+def keep_recipe(model: nn.Module, layers: list[Layer]) -> None:
     """Write what the model runs into its config, or give back what was there before any model was approximated.
 
-    Of several models with one config, the last that was touched and is approximated writes. A part of a model (its
-    encoder, a layer) does not: the names in its recipe would be read as those of the whole.
+    A part of a model (its encoder, a layer) writes nothing of its own: the names in its recipe would be read as those
+    of the whole. But wholes that wrote into its configs do so again.
     """
     config: Any = getattr(model, "config", None)
-    if config is None or not _is_whole(model):
+    if config is not None and _is_whole(model):
+        switch = switch_of(config)
+        if not switch.writers:
+            switch.recipe = getattr(config, "sparing", None)
+        switch.writers.pop(id(model), None)
+        switch.writers[id(model)] = model
+        _write(switch)
         return
-    switch = switch_of(config)
-    if not switch.writers:
-        switch.recipe = getattr(config, "sparing", None)
-    switch.writers.pop(id(model), None)
-    switch.writers[id(model)] = model
+    for host in {id(host): host for layer in layers for host in layer.hosts}.values():
+        if switch_of(host).writers:
+            _write(switch_of(host))
+
+
+def _write(switch: Switch) -> None:
+    """Of several models with one config, the last that was touched and is approximated writes."""
     for writer in reversed(list(switch.writers.values())):
         layers = find(writer)
-        if any(slot.choices for layer in layers if (slot := slot_of(layer.module)) is not None):
-            config.sparing = recipe_of(writer, layers).to_dict()
+        if any(_chosen(layer) for layer in layers):
+            switch.config.sparing = recipe_of(writer, layers).to_dict()
             return
     switch.writers.clear()
     if switch.recipe is not None:
-        config.sparing = switch.recipe
-    elif hasattr(config, "sparing"):
-        del config.sparing
+        switch.config.sparing = switch.recipe
+    elif hasattr(switch.config, "sparing"):
+        del switch.config.sparing
+
+
+def _chosen(layer: Layer) -> bool:
+    slot = slot_of(layer.module)
+    return slot is not None and any(not choice.by_name for choice in slot.choices)
 
 
 def _is_whole(model: nn.Module) -> bool:

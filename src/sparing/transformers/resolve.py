@@ -13,7 +13,7 @@ from torch import nn
 
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.slot import Choice, Slot, hang
-from sparing.transformers.switch import switched_for_others
+from sparing.transformers.switch import CHOSEN
 
 #: id of a config -> the config, and how many of its modules have a number. Not in the config, which is saved to a file.
 _numbered: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -22,12 +22,12 @@ _numbered: dict[int, tuple[weakref.ref[Any], int]] = {}
 def resolve(module: nn.Module) -> Slot:
     """The slot that the config's recipe gives to this module; hung on it for later calls.
 
-    A module that merely shares its config with a model that was approximated gets an empty one: it stays exact.
+    Where `approximate()` switched the config, a module for which nothing was chosen gets an empty one: it stays exact.
     """
     config: Any = getattr(module, "config", None)
     label = type(module).__name__
-    if switched_for_others(config):
-        return Slot(label)  # another model, or another part of the model, shares this config
+    if getattr(config, "_attn_implementation", None) == CHOSEN:
+        return Slot(label)  # nobody chose anything for this layer; others share its config
     found = getattr(config, "sparing", None)
     if found is None:
         raise RuntimeError(
@@ -43,6 +43,8 @@ def resolve(module: nn.Module) -> Slot:
         if module.training:
             raise RuntimeError(f"{label} carries no layer number, and layers may be skipped in training; {way_out}")
         index = _next_number(config)
+        if index >= getattr(config, "num_hidden_layers", index + 1):
+            raise RuntimeError(f"{label}: more layers than the config has share it, and carry no numbers; {way_out}")
     name = recipe.name_at(index)
     if name is None:
         raise RuntimeError(f"{label}: the recipe does not say what layer {index} of this model runs; {way_out}")
@@ -51,7 +53,7 @@ def resolve(module: nn.Module) -> Slot:
     if method is not None:
         if method.supports.projection:
             raise RuntimeError(f"{name}: {method.name} works on the value layer; {way_out}")
-        slot.choices.append(Choice(method, recipe.seed_of(name), index))
+        slot.choices.append(Choice(method, recipe.seed_of(name), index, by_name=True))
     hang(module, slot)
     return slot
 

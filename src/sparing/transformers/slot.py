@@ -9,7 +9,7 @@ from torch import nn
 from sparing.method import Method
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
-from sparing.transformers.switch import NAME, Switch
+from sparing.transformers.switch import Switch, is_ours
 
 _ATTRIBUTE = "_sparing"
 _HEADS = 2**16  # streams per layer, more than any layer has heads
@@ -21,8 +21,9 @@ class Choice:
 
     method: Method
     seed: int | None
-    index: int  #: the layer's place in the model that was given; keys the random streams
+    index: int  #: the layer's number in its model; keys the random streams
     tally: Tally = field(default_factory=Tally)
+    by_name: bool = False  #: read from the config's recipe, and not by `approximate()`
 
     @property
     def exact(self) -> bool:
@@ -53,7 +54,7 @@ class Slot:
     @property
     def serving(self) -> bool:
         """Whether the model is switched to sparing; the user may switch it away and back."""
-        return all(switch.config._attn_implementation == NAME for switch in self.switches)
+        return all(is_ours(switch.config) for switch in self.switches)
 
     @property
     def projects(self) -> bool:

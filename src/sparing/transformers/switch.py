@@ -6,14 +6,17 @@ object, and not through a model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
 
-#: The attention implementation, in the words of transformers.
+#: The attention implementation, in the words of transformers: layers run what the config's recipe says.
 NAME = "sparing"
+#: The same while `approximate()` chose for some layers; all others of the config stay exact.
+CHOSEN = "sparing_chosen"
 
 
 @dataclass(eq=False)
@@ -26,18 +29,22 @@ class Switch:
     recipe: Any = None  #: `config.sparing` before any of `writers` wrote there
     writers: WeakValueDictionary[int, nn.Module] = field(default_factory=WeakValueDictionary)
 
-    def on(self) -> None:
-        """One more choice."""
-        if self.active == 0:
-            self.before = self.config._attn_implementation
+    def on(self) -> Callable[[], None]:
+        """One more choice; the function that takes it back. The last one gives the first name back."""
+        previous, nested = self.config._attn_implementation, self.active > 0
+        if not nested:
+            self.before = previous
         self.active += 1
-        self.config._attn_implementation_internal = NAME
+        self.config._attn_implementation_internal = NAME if self.before == NAME else CHOSEN
 
-    def off(self) -> None:
-        """One less; the last one gives the name back."""
-        self.active -= 1
-        if self.active == 0:
-            self.config._attn_implementation_internal = self.before
+        def off() -> None:
+            self.active -= 1
+            if self.active == 0:
+                self.config._attn_implementation_internal = self.before
+            elif nested and previous not in (NAME, CHOSEN):  # the user had switched sparing away in between
+                self.config._attn_implementation_internal = previous
+
+        return off
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "writers": None}  # a copy of a model has not written anything
@@ -60,10 +67,6 @@ def adopt(switch: Switch) -> None:
     _switches.setdefault(id(switch.config), switch)
 
 
-def switched_for_others(config: Any) -> bool:
-    """Whether `approximate()` switched this config, so that its layers without a choice stay exact.
-
-    Otherwise the name came with the model: by `attn_implementation`, or by the user.
-    """
-    found = _switches.get(id(config))
-    return found is not None and found.active > 0 and found.before != NAME
+def is_ours(config: Any) -> bool:
+    """Whether layers that read this config call sparing."""
+    return config._attn_implementation in (NAME, CHOSEN)
