@@ -79,11 +79,14 @@ def test_a_lost_mask_is_an_error_and_would_matter(name, monkeypatch):
     model, given = build(name), inputs(name)
     with sparing.approximate(model, "window(size=6)"):
         right = valid(name, given, run(model, given))
-        monkeypatch.delitem(hook.AttentionMaskInterface._global_mapping, "sparing")
-        with pytest.raises(RuntimeError, match=r"padding and causality would be lost; call .*register"):
-            run(model, given)
-        monkeypatch.setitem(hook.AttentionMaskInterface._global_mapping, "sparing", lambda **others: None)
-        with pytest.raises(RuntimeError, match="padding and causality would be lost"):
-            run(model, given)
-        monkeypatch.setattr(hook, "mask_function", hook.AttentionMaskInterface._global_mapping["sparing"])
+        registry, nothing = hook.AttentionMaskInterface._global_mapping, lambda **others: None
+        for broken in ("sparing", "sparing_chosen"):
+            for damage in (lambda m: m.delitem(registry, broken), lambda m: m.setitem(registry, broken, nothing)):  # noqa: B023
+                with monkeypatch.context() as m:
+                    damage(m)
+                    with pytest.raises(RuntimeError, match=r"padding and causality would be lost; call .*register"):
+                        run(model, given)
+        for name_ in ("sparing", "sparing_chosen"):
+            monkeypatch.setitem(registry, name_, nothing)
+        monkeypatch.setattr(hook, "mask_function", nothing)
         assert not torch.equal(valid(name, given, run(model, given)), right)
