@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparing.method import Projection, Unsupported
 from sparing.transformers.adapters import misreads_masks
 from sparing.transformers.deferred import Deferred
+from sparing.transformers.masks import biased
 from sparing.transformers.resolve import resolve
 from sparing.transformers.serve import serve
 from sparing.transformers.slot import Slot, slot_of
@@ -96,7 +97,7 @@ def attention_function(
     if attention_mask is not None and attention_mask.ndim == 2:
         attention_mask = attention_mask[:, None, None, :]
     if position_bias is not None:
-        attention_mask = _add(position_bias, attention_mask)
+        attention_mask = biased(position_bias, attention_mask)
     out = serve(slot, choice, query, key, given, attention_mask, is_causal=causal, scale=scaling, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
@@ -174,10 +175,3 @@ def _reduced(mask: Tensor) -> Tensor:
     if plain and mask.dtype != torch.bool:  # nothing but 0 and the lowest number
         plain = bool((mask[~shown] <= torch.finfo(mask.dtype).min).all())
     return padding if plain else mask
-
-
-def _add(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A bias with the keys hidden that the mask, boolean or additive, hides."""
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

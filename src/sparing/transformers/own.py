@@ -17,6 +17,7 @@ from transformers.models.yoso.modeling_yoso import YosoSelfAttention
 
 from sparing.method import Method, Projection, Unsupported
 from sparing.methods.yoso import Yoso
+from sparing.transformers.masks import biased, hidden
 from sparing.transformers.serve import serve
 from sparing.transformers.slot import Choice, Slot, slot_of
 
@@ -104,7 +105,7 @@ class ServedMPNet(Served, MPNetSelfAttention):
         for name, argument in others.items():
             if argument is not None and argument is not False:
                 raise Unsupported(f"{served[0].name}: the model passes {name}, which sparing does not know")
-        mask = attention_mask if position_bias is None else _biased(position_bias, attention_mask)
+        mask = attention_mask if position_bias is None else biased(position_bias, attention_mask)
         dropout = self.dropout.p if self.training else 0.0
         out = self.attend(served, hidden_states, (self.q, self.k, self.v), mask, dropout)
         return _returned(self.o(_joined(out)), output_attentions)
@@ -154,7 +155,7 @@ class ServedNystromformer(Served, NystromformerSelfAttention):
         served = self.served()
         if served is None:
             return super().forward(hidden_states, attention_mask, output_attentions)
-        keep = None if attention_mask is None else (~_hidden(attention_mask)).any(-2, keepdim=True).any(1, keepdim=True)
+        keep = None if attention_mask is None else (~hidden(attention_mask)).any(-2, keepdim=True).any(1, keepdim=True)
         out = self.attend(served, hidden_states, (self.query, self.key, self.value), attention_mask)
         out = self.with_convolution(out, hidden_states, self.value, None if keep is None else keep.mT)
         return _returned(_joined(out), output_attentions)
@@ -172,16 +173,3 @@ def _joined(out: Tensor) -> Tensor:
 
 def _returned(out: Tensor, output_attentions: bool) -> tuple[Tensor | None, ...]:
     return (out, None) if output_attentions else (out,)
-
-
-def _hidden(mask: Tensor) -> Tensor:
-    """Where a mask, boolean or additive, hides a key."""
-    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
-
-
-def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A bias with the keys hidden that the mask hides; in 16 bits their sum may rise above the lowest number."""
-    if mask is None:
-        return bias
-    total = bias if mask.dtype == torch.bool else bias + mask
-    return total.masked_fill(_hidden(mask), -torch.inf)
