@@ -49,6 +49,11 @@ _NO_DERIVATIVE = {
 _OTHER_BUCKETS = "which keys a query sees depends on the other valid keys, so that parts see other keys than the whole"
 _CONSTANT_CHANCE = "the hit probability is a constant of the gradient, which is then unbiased; test_lsh.py checks that"
 
+_OTHER_CLUSTERS = "parts of the keys have other clusters than the whole; multipole(keys=200) runs it with all keys"
+_FIXED_PLAN = (
+    "clusters, expansions and the mean query are constants of the gradient; test_multipole.py holds them fixed"
+)
+
 ROWS = [
     Row("exact", beats_mean=True),
     Row("nystrom(landmarks=3)", budgets=("nystrom(landmarks=4)", "nystrom(landmarks=16)", "nystrom(landmarks=64)")),
@@ -102,6 +107,17 @@ ROWS = [
     Row("window(size=0)"),
     Row("window(size=6, sinks=3)", skip={"lse merge": _FIRST_VALID}),
     Row("window(size=10, sinks=1, global_tokens=2)", skip={"lse merge": _FIRST_VALID}),
+    Row(
+        "multipole(clusters=6, keys=8, window=4, chunk=16)",
+        budgets=tuple(f"multipole(clusters=8, keys={keys}, window=0)" for keys in (0, 16, 64)),
+        beats_mean=True,
+        skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
+    ),
+    Row(
+        "multipole(clusters=0.25, keys=5, window=0, sinks=0, order=1, select=mass, chunk=12, steps=1)",
+        skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
+    ),
+    Row("multipole(keys=200)", skip={"seed": "all keys are exact, and nothing random is left"}),
     Row(
         "skyformer(landmarks=6)",
         budgets=("skyformer(landmarks=8)", "skyformer(landmarks=32)", "skyformer(landmarks=127)"),

@@ -108,13 +108,17 @@ def knob(
     default: T,
     *,
     kind: type | None = None,
+    kinds: tuple[type, ...] | None = None,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
     choices: tuple[Any, ...] | None = None,
 ) -> T:
-    """A field of a method with its default and its allowed range; `kind` is the type beside a default of None."""
-    limits = {"kind": kind, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
+    """A field of a method with its default and its allowed range.
+
+    kind: the type, beside a default of None; else that of the default. kinds: types, where several are allowed.
+    """
+    limits = {"kind": kind, "kinds": kinds, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
     return field(default=default, metadata={k: v for k, v in limits.items() if v is not None})
 
 
@@ -245,8 +249,10 @@ def _check_field(owner: Method, name: str, default: Any, limits: Mapping[str, An
     if kind is float and type(value) is int:
         value = float(value)
         object.__setattr__(owner, name, value)
-    if type(value) is not kind and default is not MISSING:
-        raise TypeError(f"{label} must be of type {kind.__name__}" + (" or None" if default is None else ""))
+    kinds = limits.get("kinds", (kind,))
+    if type(value) not in kinds and default is not MISSING:
+        names = " or ".join([each.__name__ for each in kinds] + ["None"] * (default is None))
+        raise TypeError(f"{label} must be of type {names}")
     if isinstance(value, bool | str) or not isinstance(value, int | float):
         return
     if not math.isfinite(value):

@@ -1,0 +1,107 @@
+"""Keys in clusters, by k-means in the metric of the queries.
+
+Two keys may share a cluster if the queries hardly tell them apart: (k - k')^T M (k - k') with M = mean of q q^T. With
+M = L L^T that is the plain distance between the rows k L. These are rounded to whole numbers, small enough that every
+product and sum of k-means is exact in float32: whoever computes it, in any order, finds the same clusters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparing.draws import Draws
+
+_RIDGE = 1e-3  # of the mean eigenvalue, added to M: directions that no query asked for still count a little
+_DIGITS = 22  # bits of the largest sum of products
+
+
+class Moments(NamedTuple):
+    """What is known about the queries up to the end of each chunk, in float64."""
+
+    mean: Tensor  # (B, H, T, d)
+    second: Tensor  # (B, H, T, d, d): mean of q q^T
+
+    def at(self, chunks: Tensor) -> Moments:
+        """Those of some chunks, in another order."""
+        return Moments(self.mean[:, :, chunks], self.second[:, :, chunks])
+
+    @property
+    def variance(self) -> Tensor:
+        """(B, H, T): mean of |q - mean|^2."""
+        return self.second.diagonal(dim1=-2, dim2=-1).sum(-1) - self.mean.square().sum(-1)
+
+
+class Rows(NamedTuple):
+    """Some of the rows of a chunk."""
+
+    place: Tensor  # (..., m)
+    counts: Tensor  # (..., m) boolean: False in slots that are not used
+
+
+def moments(q: Tensor, counts: Tensor, size: int) -> Moments:
+    """Of q (B, H, T * size, d), for the end of each of T chunks. counts: (B, T * size), False for rows to leave out."""
+    rows = q.double().masked_fill(~counts[:, None, :, None], 0.0).unflatten(2, (-1, size))  # (B, H, T, size, d)
+    total = counts.unflatten(1, (-1, size)).sum(-1).cumsum(-1).clamp_min(1)[:, None, :, None]  # (B, 1, T, 1)
+    return Moments(rows.sum(-2).cumsum(2) / total, (rows.mT @ rows).cumsum(2) / total.unsqueeze(-1))
+
+
+def factor(second: Tensor) -> Tensor:
+    """L with L L^T = M (..., d, d), made definite; the identity where there is nothing to go by."""
+    eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
+    size = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    # In units of its size, so that neither large nor tiny queries lead to overflow.
+    unit = second / size.masked_fill(size == 0, 1.0)
+    return torch.linalg.cholesky(torch.where(size == 0, eye, unit + _RIDGE * eye)) * size.sqrt()
+
+
+def whole_numbers(x: Tensor, valid: Tensor) -> Tensor:
+    """Rows (..., n, d) in units in which the largest valid entry is as large as exact float32 sums allow."""
+    x = x.masked_fill(~valid.unsqueeze(-1), 0.0)
+    limit = int((2**_DIGITS / x.shape[-1]) ** 0.5)
+    largest = x.abs().amax((-2, -1), keepdim=True)
+    return (x * (limit / largest.masked_fill(largest == 0, 1.0))).round().float()
+
+
+def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str) -> Rows:
+    """One of each equal stretch of the valid rows of (B, T, n), as (B, H, T, m).
+
+    wanted: (B, T), how many; all rows where there are not more.
+    """
+    rows = valid.sum(-1)
+    wanted = torch.minimum(wanted, rows)[:, None, :, None]
+    number = torch.arange(max(int(wanted.max()), 1), device=valid.device)
+    chunk = torch.arange(valid.shape[1], device=valid.device).unsqueeze(-1)
+    # Numbered by chunk and stretch, whatever else is in the batch.
+    within = draws.uniform_at(purpose, (chunk * 2**32 + number).unsqueeze(0))  # (H, T, m)
+    counts = number < wanted
+    rank = ((number + within) * rows[:, None, :, None] / wanted.clamp_min(1)).long()
+    rank = torch.where(counts, torch.minimum(rank, rows[:, None, :, None] - 1), 0)  # (B, H, T, m)
+    place = (~valid).long().argsort(dim=-1, stable=True)  # valid rows first
+    return Rows(place[:, None].expand(*rank.shape[:3], -1).gather(-1, rank), counts.expand(rank.shape))
+
+
+def kmeans(x: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
+    """(U, n) cluster of each row of x (U, n, d), whole numbers as of `whole_numbers`; -1 for rows that are not valid.
+
+    start: (U, c) rows that are the first centres. lesson: (U, m) rows that move the centres. A row joins the nearest
+    centre, of equally near ones the first. A centre without rows stays.
+    """
+    width = x.shape[-1]
+    centres, rows = (x.gather(1, t.unsqueeze(-1).expand(-1, -1, width)) for t in (start.place, lesson.place))
+    counts = lesson.counts.unsqueeze(-1).to(x.dtype)
+    for _ in range(steps):
+        share = torch.zeros(*lesson.place.shape, centres.shape[1], dtype=x.dtype, device=x.device)
+        share = share.scatter(2, _nearest(rows, centres, start.counts).unsqueeze(-1), counts)  # (U, m, c)
+        held = share.sum(1).double().unsqueeze(-1)
+        moved = ((share.mT.double() @ rows.double()) / held.clamp_min(1)).round().float()
+        centres = torch.where(held > 0, moved, centres)
+    return _nearest(x, centres, start.counts).masked_fill(~valid, -1)
+
+
+def _nearest(rows: Tensor, centres: Tensor, counts: Tensor) -> Tensor:
+    """The centre of each row: the largest x.c - c.c/2, which is exact in float32."""
+    penalty = (centres.square().sum(-1) / 2).masked_fill(~counts, torch.inf)
+    return (rows @ centres.mT - penalty.unsqueeze(1)).argmax(-1)

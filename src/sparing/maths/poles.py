@@ -1,0 +1,181 @@
+"""Clusters of keys, and their summaries: what a cluster adds to a query that does not look at its members.
+
+Around the mean query q0 a cluster's sum is known exactly, so the expansion starts there: for another query the logit of
+member j, s q.k_j, is replaced by s (q.K + q0.(k_j - K)), with K the mean key under the weights w_j = exp(s q0.k_j). All
+members then share what depends on q, and sum_j exp(...) v_j = exp(s q.K + offset) W V with W = sum_j w_j and V the mean
+value under the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparing.call import Call
+from sparing.maths.clusters import Moments, Rows, factor, kmeans, moments, spread_out, whole_numbers
+
+_FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
+_LESSON = 16  # rows per cluster that k-means learns from
+BLOCKS = 4  # blocks of a chunk
+
+
+class Level(NamedTuple):
+    """One way to cut the keys into chunks, each with its own clusters."""
+
+    size: int  # keys of a chunk
+    clusters: int  # of a chunk
+    labels: Tensor  # (B, H, n_k) cluster of each key, numbered through all chunks; -1 for none
+    known: Moments  # of the queries up to the end of each chunk (B, H, T, ...)
+
+    @property
+    def chunks(self) -> int:
+        """Complete chunks."""
+        return self.known.mean.shape[2]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before a logit is computed. Keys are counted by their rank among the valid ones."""
+
+    levels: tuple[Level, ...]
+    seen: Tensor  # (B, n_q): a query sees the keys of a rank below this
+    own: Tensor  # (B, n_q): the rank of a query's own key
+    block: int | None  # causal: keys of a query's own block of so many are exact
+    alarm: Tensor  # (B, H, n_q): |q - q0|^2 over its mean; the variance of logits is proportional to it
+
+    def open(self, level: int, chunk: Tensor, own: Tensor) -> Tensor:
+        """Whether a query, whose key has the rank `own`, sees the clusters of this chunk of a level."""
+        if self.block is None:
+            return (chunk >= 0) | (own < 0)
+        if level == 1:
+            return chunk < own // (self.block * BLOCKS)
+        # The clusters of blocks stand in for those of the chunk that is not complete.
+        return (chunk < own // self.block) & (chunk >= own // (self.block * BLOCKS) * BLOCKS)
+
+
+class Poles(NamedTuple):
+    """Summaries of the clusters of a level, C = T c in all."""
+
+    keys: Tensor  # (B, H, C, d) K
+    values: Tensor  # (B, H, C, e) V
+    offset: Tensor  # (B, H, C)
+    weight: Tensor  # (B, H, C) W
+    shares: Tensor  # (B, H, n_k) log w_j
+    members: Tensor  # (B, H, C) how many
+    spread: Tensor  # (B, H, C) variance of the members' logits for an average query; no gradient
+    scatter: Tensor  # (B, H, C) variance of the members' values; no gradient
+
+
+@torch.no_grad()
+def plan(
+    q: Tensor, k: Tensor, call: Call, sinks: int, chunk: int, clusters_of: Callable[[int], int], steps: int
+) -> Plan:
+    """How the keys k (B, H, n_k, d), valid ones first, are put into clusters."""
+    batch, _, n_q, _ = q.shape
+    n_k = k.shape[2]
+    everything = torch.ones(batch, n_k, dtype=torch.bool, device=k.device)
+    present = everything if call.keep is None else call.keep
+    count = present.sum(-1, keepdim=True)
+    place = torch.arange(n_k, device=k.device)
+    tells = everything.new_ones(batch, n_q) if call.influence is None else call.influence
+    position = torch.arange(n_q, device=q.device).clamp_max(n_k - 1)
+    seen = present.long().cumsum(-1)[:, position]
+    own = seen - 1
+    if not call.is_causal:
+        known = moments(q, tells, n_q)
+        usable = (place >= sinks) & (place < count - sinks)
+        wanted = torch.tensor([[clusters_of(int(each))] for each in count], device=k.device)
+        level = _level(k, usable, known, n_k, wanted, call, "multipole", steps)
+        return Plan((level,), count.expand(-1, n_q), own, None, _alarm(q, known, torch.zeros_like(own)))
+    n, block = min(n_q, n_k), chunk // BLOCKS
+    blocks = n // block
+    if blocks == 0:
+        return Plan((), seen, own, block, q.new_ones(q.shape[:3]))
+    # Queries in the order of their keys' ranks: a chunk of keys knows the queries up to its end.
+    order = (~present[:, :n]).long().argsort(dim=-1, stable=True)[:, : blocks * block]
+    tells = (tells[:, :n] & present[:, :n]).gather(1, order)
+    known = moments(q.take_along_dim(order[:, None, :, None], dim=2), tells, block)
+    usable = (place >= sinks) & (place < count)
+    wanted = torch.tensor([[clusters_of(chunk)]], device=k.device)
+    levels: tuple[Level, ...] = (_level(k, usable, known, block, -(-wanted // BLOCKS), call, "multipole block", steps),)
+    if chunks := n // chunk:
+        ends = known.at(torch.arange(BLOCKS - 1, chunks * BLOCKS, BLOCKS, device=q.device))
+        levels += (_level(k, usable, ends, chunk, wanted, call, "multipole chunk", steps),)
+    return Plan(levels, seen, own, block, _alarm(q, known, (own // block - 1).clamp_min(0)))
+
+
+def _level(
+    k: Tensor, usable: Tensor, known: Moments, size: int, wanted: Tensor, call: Call, purpose: str, steps: int
+) -> Level:
+    batch, heads, n_k, _ = k.shape
+    chunks = known.mean.shape[2]
+    used = chunks * size
+    valid = usable[:, :used].unflatten(1, (chunks, size))  # (B, T, size)
+    x = k[:, :, :used].unflatten(2, (chunks, size)).double() @ factor(known.second)  # (B, H, T, size, d)
+    wanted = wanted.expand(batch, chunks)
+    start = spread_out(valid, wanted, call.draws, purpose)
+    lesson = spread_out(valid, _LESSON * wanted, call.draws, f"{purpose} lesson")
+    clusters = start.place.shape[-1]
+    valid = valid[:, None].expand(-1, heads, -1, -1)
+    centres, taught = (Rows(*(t.flatten(0, 2) for t in rows)) for rows in (start, lesson))
+    found = kmeans(whole_numbers(x, valid).flatten(0, 2), valid.flatten(0, 2), centres, taught, steps)
+    found = found.view(batch, heads, chunks, size)
+    found = torch.where(found < 0, -1, found + clusters * torch.arange(chunks, device=k.device).view(-1, 1))
+    labels = torch.full((batch, heads, n_k), -1, device=k.device)
+    labels[:, :, :used] = found.flatten(2)
+    return Level(size, clusters, labels, known)
+
+
+def _alarm(q: Tensor, known: Moments, at: Tensor) -> Tensor:
+    """|q - q0|^2 over its mean, from what is known at the end of chunk `at` (B, n_q)."""
+    mean = known.mean.to(q.dtype).take_along_dim(at[:, None, :, None], dim=2)
+    variance = known.variance.take_along_dim(at[:, None], dim=2)
+    return ((q - mean).square().sum(-1).double() / variance.masked_fill(variance <= 0, torch.inf)).to(q.dtype)
+
+
+def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
+    """The summaries of one level. The gradient holds clusters and mean query fixed."""
+    batch, heads, n_k, _ = k.shape
+    total = level.chunks * level.clusters
+    used = level.chunks * level.size
+    member = level.labels >= 0
+    slot = torch.where(member, level.labels, total)  # keys outside all clusters go into one that is cut off
+    first = level.known.mean.to(k.dtype)  # (B, H, T, d)
+    lean = k.new_zeros(batch, heads, n_k)
+    lean[:, :, :used] = (scale * k[:, :, :used].unflatten(2, (-1, level.size)) @ first.unsqueeze(-1)).flatten(2)
+    top = k.new_full((batch, heads, total + 1), -torch.inf).scatter_reduce(2, slot, lean.detach(), "amax")
+    shares = (lean - top.gather(2, slot)).clamp_min(_FAINTEST)
+    w = shares.exp()
+
+    def sums(x: Tensor) -> Tensor:
+        """(B, H, n_k, m) -> (B, H, C, m), weighted."""
+        into = x.new_zeros(batch, heads, total + 1, x.shape[-1])
+        return into.scatter_add(2, slot.unsqueeze(-1).expand_as(x), w.unsqueeze(-1) * x)[:, :, :total]
+
+    weight = sums(torch.ones_like(lean).unsqueeze(-1))
+    part = weight.masked_fill(weight == 0, 1.0)
+    keys, values = sums(k) / part, sums(v) / part
+    chunk_of = first.repeat_interleave(level.clusters, dim=2)  # (B, H, C, d)
+    top = top[:, :, :total].masked_fill(weight.squeeze(-1) == 0, 0.0)
+    offset = top - scale * (chunk_of * keys).sum(-1)
+    with torch.no_grad():
+        count = torch.zeros_like(weight.squeeze(-1))
+        count.scatter_add_(2, slot.clamp_max(total - 1), member.to(k.dtype))
+        away = k - _of_members(keys, slot)  # from the mean of the key's cluster
+        covariance = (level.known.second - level.known.mean.unsqueeze(-1) * level.known.mean.unsqueeze(-2)).to(k.dtype)
+        turned = torch.zeros_like(away)
+        turned[:, :, :used] = (away[:, :, :used].unflatten(2, (-1, level.size)) @ covariance).flatten(2, 3)
+        spread = scale**2 * sums((turned * away).sum(-1, keepdim=True)) / part
+        scatter = sums((v - _of_members(values, slot)).square().sum(-1, keepdim=True)) / part
+    return Poles(
+        keys, values, offset, weight.squeeze(-1), shares, count, spread.squeeze(-1).clamp_min(0.0), scatter.squeeze(-1)
+    )
+
+
+def _of_members(x: Tensor, slot: Tensor) -> Tensor:
+    """(B, H, C, m) -> (B, H, n_k, m): what belongs to each key's cluster; anything for keys outside all clusters."""
+    return x.take_along_dim(slot.clamp_max(x.shape[2] - 1).unsqueeze(-1), dim=2)
