@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.maths.clusters import Moments, Rows, factor, kmeans, moments, spread_out, whole_numbers
+from sparing.maths.clusters import Moments, Rows, factor, moments, spread_out, whole_numbers
 
 _FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
 _LESSON = 16  # rows per cluster that k-means learns from
 BLOCKS = 4  # blocks of a chunk
+
+Cluster = Callable[[Tensor, Tensor, Rows, Rows], Tensor]  # `kmeans` with a number of steps
 
 
 class Level(NamedTuple):
@@ -72,9 +74,9 @@ class Poles(NamedTuple):
 
 @torch.no_grad()
 def plan(
-    q: Tensor, k: Tensor, call: Call, sinks: int, chunk: int, clusters_of: Callable[[int], int], steps: int
+    q: Tensor, k: Tensor, call: Call, sinks: int, chunk: int, clusters_of: Callable[[int], int], cluster: Cluster
 ) -> Plan:
-    """How the keys k (B, H, n_k, d), valid ones first, are put into clusters."""
+    """How the keys k (B, H, n_k, d), valid ones first, are put into clusters, by the given k-means."""
     batch, _, n_q, _ = q.shape
     n_k = k.shape[2]
     everything = torch.ones(batch, n_k, dtype=torch.bool, device=k.device)
@@ -89,7 +91,7 @@ def plan(
         known = moments(q, tells, n_q)
         usable = (place >= sinks) & (place < count - sinks)
         wanted = torch.tensor([[clusters_of(int(each))] for each in count], device=k.device)
-        level = _level(k, usable, known, n_k, wanted, call, "multipole", steps)
+        level = _level(k, usable, known, n_k, wanted, call, "multipole", cluster)
         return Plan((level,), count.expand(-1, n_q), own, None, _alarm(q, known, torch.zeros_like(own)))
     n, block = min(n_q, n_k), chunk // BLOCKS
     blocks = n // block
@@ -101,15 +103,17 @@ def plan(
     known = moments(q.take_along_dim(order[:, None, :, None], dim=2), tells, block)
     usable = (place >= sinks) & (place < count)
     wanted = torch.tensor([[clusters_of(chunk)]], device=k.device)
-    levels: tuple[Level, ...] = (_level(k, usable, known, block, -(-wanted // BLOCKS), call, "multipole block", steps),)
+    levels: tuple[Level, ...] = (
+        _level(k, usable, known, block, -(-wanted // BLOCKS), call, "multipole block", cluster),
+    )
     if chunks := n // chunk:
         ends = known.at(torch.arange(BLOCKS - 1, chunks * BLOCKS, BLOCKS, device=q.device))
-        levels += (_level(k, usable, ends, chunk, wanted, call, "multipole chunk", steps),)
+        levels += (_level(k, usable, ends, chunk, wanted, call, "multipole chunk", cluster),)
     return Plan(levels, seen, own, block, _alarm(q, known, (own // block - 1).clamp_min(0)))
 
 
 def _level(
-    k: Tensor, usable: Tensor, known: Moments, size: int, wanted: Tensor, call: Call, purpose: str, steps: int
+    k: Tensor, usable: Tensor, known: Moments, size: int, wanted: Tensor, call: Call, purpose: str, cluster: Cluster
 ) -> Level:
     batch, heads, n_k, _ = k.shape
     chunks = known.mean.shape[2]
@@ -122,7 +126,7 @@ def _level(
     clusters = start.place.shape[-1]
     valid = valid[:, None].expand(-1, heads, -1, -1)
     centres, taught = (Rows(*(t.flatten(0, 2) for t in rows)) for rows in (start, lesson))
-    found = kmeans(whole_numbers(x, valid).flatten(0, 2), valid.flatten(0, 2), centres, taught, steps)
+    found = cluster(whole_numbers(x, valid).flatten(0, 2), valid.flatten(0, 2), centres, taught)
     found = found.view(batch, heads, chunks, size)
     found = torch.where(found < 0, -1, found + clusters * torch.arange(chunks, device=k.device).view(-1, 1))
     labels = torch.full((batch, heads, n_k), -1, device=k.device)

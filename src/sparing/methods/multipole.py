@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparing.call import Call
 from sparing.maths import dense, poles
+from sparing.maths.clusters import kmeans
 from sparing.maths.packing import place_of_rank
 from sparing.maths.poles import BLOCKS, Plan, Poles
 from sparing.method import Cost, Method, Shape, Supports, knob, method
+from sparing.native import multipole as native
 
 _SCORES = 2**22  # logits that are held at once
 
@@ -92,14 +95,13 @@ class Multipole(Method):
             return self.window, 0
         return (self.window // 2, self.window // 2) if n_q == n_k else (-1, -1)
 
-    def plan(self, q: Tensor, k: Tensor, call: Call) -> Plan:
+    def plan(self, q: Tensor, k: Tensor, call: Call, kmeans: Callable[..., Tensor] = kmeans) -> Plan:
         """The clusters, for keys of which the valid ones come first."""
-        return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, self.steps)
+        cluster = partial(kmeans, steps=self.steps)
+        return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, cluster)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if call.keep is not None:  # valid keys first
-            order = place_of_rank(call.keep)[:, None, :, None]
-            k, v = k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
+        k, v = _valid_first(k, v, call)
         plan = self.plan(q, k, call)
         summaries = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
         n_q, rows = q.shape[2], max(_SCORES // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
@@ -176,6 +178,22 @@ class Multipole(Method):
         rest = error.masked_fill(chosen, 0.0).sum(-1).sqrt() * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp()
         return weights @ v, lse, rest, exact.sum(-1) + ((left > 0) & ~chosen).sum(-1)
 
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):  # the kernels have no gradient
+            return None
+        if self.keys >= k.shape[2] and not call.noted:
+            return method("exact").native(q, k, v, call)
+        k, v = _valid_first(k, v, call)
+        plan = self.plan(q, k, call, native.kmeans)
+        summaries = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
+        out, lse, error, touched = native.multipole(
+            q, k, v, plan.seen, plan.own, plan.alarm, *_laid_end_to_end(plan, summaries, k, v),
+            *self.sides(q.shape[2], k.shape[2], call.is_causal), self.sinks, plan.block or 0, self.keys,
+            self.order == 2, self.select == "mass", self.cap, call.scale,
+        )  # fmt: skip
+        call.note(lse=lse, error=error, touched=touched, exact=touched == plan.seen[:, None])
+        return out
+
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, keys=max(shape.keys, 1))
 
@@ -193,6 +211,32 @@ class Multipole(Method):
         work = shape.queries * (touched * (2 * d + 2 * e + 1) + 6 * poles_seen)
         held = n * (d + e) / max(together, 1) * each + n * (d + 8) + shape.queries * e
         return Cost(units * (work + clustering) + shape.projection_flops, 4.0 * units * held, touched)
+
+
+def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Keys and values in the order of their ranks."""
+    if call.keep is None:
+        return k, v
+    order = place_of_rank(call.keep)[:, None, :, None]
+    return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
+
+
+def _laid_end_to_end(
+    plan: Plan, summaries: list[Poles], k: Tensor, v: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+    """The summaries of all levels as kernels take them, labels, weights, and what the levels look like."""
+    batch, heads, n_k, d = k.shape
+    if not summaries:
+        empty = k.new_zeros(batch, heads, 0)
+        poles_of_none = (k.new_zeros(batch, heads, 0, d), k.new_zeros(batch, heads, 0, v.shape[3]), *[empty] * 4)
+        none = k.new_zeros(0, batch, heads, n_k)
+        return poles_of_none, none.long(), none, torch.zeros(0, 3, dtype=torch.long)
+    sums = [pole._replace(values=pole.values * pole.weight.unsqueeze(-1)) for pole in summaries]
+    names = ("keys", "values", "offset", "weight", "spread", "scatter")
+    together = tuple(torch.cat([getattr(pole, name) for pole in sums], dim=2) for name in names)
+    labels = torch.stack([level.labels for level in plan.levels])
+    shares = torch.stack([pole.shares.exp() for pole in summaries])
+    return together, labels, shares, torch.tensor([(x.size, x.clusters, x.chunks) for x in plan.levels])
 
 
 def expand(worth: Tensor, size: Tensor, budget: int) -> Tensor:

@@ -13,6 +13,8 @@ namespace sparing::SPARING_ISA {
 #include "window.h"
 #include "strip.h"
 #include "rows.h"
+#include "kmeans.h"
+#include "multipole.h"
 #include "lsh_hash.h"
 #include "lsh.h"
 #include "top_keys.h"
@@ -40,6 +42,7 @@ constexpr KernelsOf<T> kernels_of() {
       .inverse = inverse_kernels<T>(),
       .lsh = {rounded_size<T>, round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>,
               lsh_forward<T>, lsh_backward<T>},
+      .multipole = multipole_kernels<T>(),
       .projection = projection_kernels<T>(),
       .received = received_kernels<T>(),
       .segments = segment_kernels<T>(),
@@ -50,6 +53,6 @@ constexpr KernelsOf<T> kernels_of() {
   };
 }
 
-inline constexpr Kernels table{SPARING_NAME, kernels_of<float>(), kernels_of<double>()};
+inline constexpr Kernels table{SPARING_NAME, {kmeans_scratch, kmeans}, kernels_of<float>(), kernels_of<double>()};
 
 }  // namespace sparing::SPARING_ISA

@@ -6,6 +6,7 @@
 #include "features_call.h"
 #include "inverse_call.h"
 #include "lsh_call.h"
+#include "multipole_call.h"
 #include "projection_call.h"
 #include "segments_call.h"
 #include "signs_call.h"
@@ -21,6 +22,7 @@ struct KernelsOf {
   FeatureKernels<T> features;
   InverseKernels<T> inverse;
   LshKernels<T> lsh;
+  MultipoleKernels<T> multipole;
   ProjectionKernels<T> projection;
   ReceivedKernels<T> received;
   SegmentKernels<T> segments;
@@ -32,6 +34,7 @@ struct KernelsOf {
 
 struct Kernels {
   const char* name;
+  KMeansKernels kmeans;
   KernelsOf<float> f32;
   KernelsOf<double> f64;
 

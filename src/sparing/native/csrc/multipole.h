@@ -1,0 +1,544 @@
+// Attention to few keys, and to summaries of clusters of the others (multipole in Python).
+//
+// Queries are taken in blocks of neighbours, which see the same clusters. A block scores all summaries, picks for each
+// query the clusters to expand, and absorbs the rest of the summaries and the keys near by. Then each cluster absorbs its
+// members into the queries that expanded it, many queries at a time: a small matrix product per cluster.
+
+inline constexpr int64_t kQueries = 4096;      // queries of a task, at most
+inline constexpr int64_t kExpansions = 1 << 20;  // expansions of a task, at most
+
+template <class T>
+struct MultipoleMemory {
+  Block<T> block;
+  T *scores, *worth;       // [clusters][kRows]
+  T *gone, *gone_weight;   // [stretch][kRows] members of a cluster that are exact already
+  T *sums, *top, *total;   // [queries][width], [queries]: what a query has absorbed
+  T *shift, *missed;       // [queries]
+  T* sizes;                // [clusters] members
+  Int<T> *slot;            // [clusters] row of `gone`, or -1
+  Int<T> *visible;         // [clusters]
+  Int<T> *pair_query, *pair_cluster, *sorted, *first;  // expansions; [clusters + 1]
+};
+
+template <class T>
+int64_t multipole_expansions(const Multipole<T>& call) {  // of a query, at most
+  const int64_t most = call.budget < call.clusters ? call.budget : call.clusters;
+  return most > 0 ? most : 1;
+}
+
+template <class T>
+int64_t multipole_queries(const Multipole<T>& call) {
+  int64_t count = kExpansions / multipole_expansions(call) / kRows * kRows;
+  count = count < kRows ? kRows : count > kQueries ? kQueries : count;
+  const int64_t all = (call.queries + kRows - 1) / kRows * kRows;
+  return count < all ? count : all;
+}
+
+template <class T>
+int64_t multipole_stretch(const Multipole<T>& call) {  // keys near a block that may lie in clusters
+  const int64_t reach = call.before + (call.after > 0 ? call.after : 0) + kRows + 1;
+  return reach < call.keys ? reach : call.keys;
+}
+
+template <class T>
+int64_t lay_out(const Multipole<T>& call, T* memory, MultipoleMemory<T>* parts) {
+  parts->block.depth = call.depth, parts->block.width = call.width;
+  int64_t used = (lay_out<T>(&parts->block, memory, false) + 15) / 16 * 16;
+  const auto take = [&]<class U>(U** part, int64_t count) {
+    static_assert(sizeof(U) == sizeof(T));
+    if (memory) *part = reinterpret_cast<U*>(memory + used);
+    used += (count + 15) / 16 * 16;
+  };
+  const int64_t queries = multipole_queries(call), pairs = queries * multipole_expansions(call);
+  take(&parts->scores, call.clusters * kRows);
+  take(&parts->worth, call.clusters * kRows);
+  take(&parts->gone, multipole_stretch(call) * kRows);
+  take(&parts->gone_weight, multipole_stretch(call) * kRows);
+  take(&parts->sums, queries * call.width);
+  take(&parts->top, queries);
+  take(&parts->total, queries);
+  take(&parts->shift, queries);
+  take(&parts->missed, queries);
+  take(&parts->sizes, call.clusters);
+  take(&parts->slot, call.clusters);
+  take(&parts->visible, call.clusters);
+  take(&parts->pair_query, pairs);
+  take(&parts->pair_cluster, pairs);
+  take(&parts->sorted, pairs);
+  take(&parts->first, call.clusters + 1);
+  return used;
+}
+
+template <class T>
+int64_t multipole_scratch(const Multipole<T>& call) {
+  MultipoleMemory<T> parts{};
+  return lay_out<T>(call, nullptr, &parts);
+}
+
+template <class T>
+int64_t multipole_tasks(const Multipole<T>& call) {
+  const int64_t each = multipole_queries(call);
+  return call.items * call.heads * ((call.queries + each - 1) / each);
+}
+
+// Keys that every lane of a block looks at, or only some.
+template <class T>
+struct NearMask {
+  static constexpr bool masks = true;
+  const Int<T>* place;        // of the keys
+  const Int<T>*own, *seen;    // of the lanes
+  Int<T> before, after, sinks, tail;  // tail: last keys that all lanes look at
+  Int<T> from;                // all keys from here on; causal
+
+  SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
+    const IntVec<T> mine = load<Int<T>>(own + r), end = load<Int<T>>(seen + r);
+    const IntVec<T> key = place[c] - IntVec<T>{};
+    const IntVec<T> near = (key >= mine - before) & (key <= mine + after);
+    return (key < end) & (near | (key < sinks) | (key >= from) | (key >= end - tail));
+  }
+};
+
+// Members of a cluster but those that a lane looks at anyway.
+template <class T>
+struct FarMask {
+  static constexpr bool masks = true;
+  const Int<T>* place;
+  const Int<T>* own;
+  Int<T> before, after;
+
+  SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
+    const IntVec<T> mine = load<Int<T>>(own + r);
+    const IntVec<T> key = place[c] - IntVec<T>{};
+    return (key < mine - before) | (key > mine + after);
+  }
+};
+
+// One block of queries against all summaries and the keys near by.
+template <class T>
+struct MultipoleBlock {
+  const Multipole<T>& call;
+  MultipoleMemory<T>& memory;
+  int64_t item, head, unit, first, count;  // first query
+  Int<T> own[kRows] = {}, seen[kRows] = {};
+  int64_t shown = 0;     // clusters that the block sees
+  int64_t members = 0;   // and how many keys are in them
+  int64_t slots = 0;     // clusters that have members near by
+  int64_t low = 0, high = -1;  // keys near by
+  Int<T> from = 0;  // causal: all keys from here on are exact
+
+  const Level<T>& level_of(int64_t key) const {
+    // Clusters of blocks stand in for those of the chunk that is not complete.
+    const bool old = call.block && call.levels > 1 && key < own[0] / call.level[1].size * call.level[1].size;
+    return call.level[old ? 1 : 0];
+  }
+
+  // The cluster that stands for a key, or -1.
+  int64_t cluster_of(int64_t key) const {
+    if (!call.levels || key >= from) return -1;
+    const Level<T>& level = level_of(key);
+    const int64_t label = level.labels[unit * call.keys + key];
+    return label < 0 ? -1 : level.base + label;
+  }
+
+  T share_of(int64_t key) const { return level_of(key).shares[unit * call.keys + key]; }
+
+  int64_t size_of(int64_t cluster) const {
+    const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels);
+    const int64_t at = cluster + (call.levels > 1 && cluster >= call.level[1].base ? 1 : 0);
+    return bounds[at + 1] - bounds[at];
+  }
+
+  void show(int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const int64_t size = size_of(c);
+      if (!size) continue;
+      memory.sizes[shown] = T(size);
+      memory.visible[shown++] = Int<T>(c);
+      members += size;
+    }
+  }
+
+  // Which clusters and which keys near by the block looks at.
+  void look_around() {
+    const Int<T> mine = own[0], last = own[count - 1];
+    from = Int<T>(call.keys);
+    if (call.block) {
+      from = mine < 0 ? 0 : Int<T>(mine / call.block * call.block);
+      if (call.levels && mine >= 0) {
+        const Level<T>& fine = call.level[0];
+        int64_t old = 0;
+        if (call.levels > 1) {
+          old = mine / call.level[1].size;
+          show(call.level[1].base, call.level[1].base + old * call.level[1].clusters);
+          old = old * (call.level[1].size / fine.size);
+        }
+        show(old * fine.clusters, mine / fine.size * fine.clusters);
+      }
+      low = mine - call.before < from ? mine - call.before : from;
+      high = last;
+    } else {
+      if (call.levels) show(0, call.level[0].total);
+      if (call.before >= 0) low = mine - call.before, high = last + call.after;
+    }
+    low = low < 0 ? 0 : low;
+    high = high < call.keys - 1 ? high : call.keys - 1;
+  }
+
+  NearMask<T> mask(const Int<T>* place) const {
+    return {place,
+            own,
+            seen,
+            Int<T>(call.before),
+            Int<T>(call.after),
+            Int<T>(call.sinks),
+            Int<T>(call.block ? 0 : call.sinks),
+            from};
+  }
+
+  // Members of clusters that lie near by: counted, and weighed, per lane.
+  void count_near() {
+    for (int64_t c = 0; c < shown; ++c) memory.slot[memory.visible[c]] = -1;
+    if (!shown) return;
+    for (int64_t key = low; key <= high; ++key) {
+      const int64_t cluster = cluster_of(key);
+      if (cluster < 0) continue;
+      Int<T>& slot = memory.slot[cluster];
+      if (slot < 0) {
+        slot = Int<T>(slots++);
+        for (int r = 0; r < kRows; ++r)
+          memory.gone[slot * kRows + r] = T(0), memory.gone_weight[slot * kRows + r] = T(0);
+      }
+      const Int<T> place = Int<T>(key);
+      const NearMask<T> near = mask(&place);
+      const T share = share_of(key);
+      for (int r = 0; r < kRows; r += lanes<T>) {
+        const IntVec<T> hit = near(0, r);
+        T *number = memory.gone + slot * kRows + r, *weight = memory.gone_weight + slot * kRows + r;
+        store<T>(number, load<T>(number) + (hit ? all(T(1)) : Vec<T>{}));
+        store<T>(weight, load<T>(weight) + (hit ? all(share) : Vec<T>{}));
+      }
+    }
+  }
+
+  // exp(x) - 1 for 0 <= x <= cap
+  static SPARING_INLINE Vec<T> surplus(Vec<T> x) {
+    // The difference would lose the digits of a small x.
+    const Vec<T> small = x * (T(1) + x * (T(0.5) + x * (T(1) / T(6) + x * (T(1) / T(24)))));
+    return x < T(0.03) ? small : exponential(x) - T(1);
+  }
+
+  // Scores of all summaries: exp(score - shift) in memory.scores, what expanding them is worth in memory.worth.
+  void score(const T* alarm, T* shift) {
+    Block<T>& block = memory.block;
+    const int64_t poles = unit * call.clusters;
+    const T* rows[kKeys];
+    for (int64_t c = 0; c < shown; c += kKeys) {
+      const int64_t some = shown - c < kKeys ? shown - c : kKeys;
+      for (int64_t i = 0; i < some; ++i) rows[i] = call.pole_keys + (poles + memory.visible[c + i]) * call.depth;
+      dots<T>(rows, some, call.depth, block.queries, memory.scores + c * kRows, block.used);
+    }
+    for (int r = 0; r < block.used; r += lanes<T>) {
+      const Vec<T> loud = load<T>(alarm + r);
+      Vec<T> top = all(kNever<T>);
+      for (int64_t c = 0; c < shown; ++c) {
+        const int64_t at = poles + memory.visible[c];
+        T* score = memory.scores + c * kRows + r;
+        Vec<T> x = load<T>(score) + call.offset[at];
+        if (call.second) {
+          const Vec<T> variance = loud * call.spread[at];
+          x += T(0.5) * (variance < call.cap ? variance : all(call.cap));
+        }
+        store<T>(score, x);
+        top = larger<T>(top, x);
+      }
+      store<T>(shift + r, top == kNever<T> ? Vec<T>{} : top);
+      const Vec<T> by = load<T>(shift + r);
+      for (int64_t c = 0; c < shown; ++c) {
+        const int64_t at = poles + memory.visible[c];
+        T* score = memory.scores + c * kRows + r;
+        const int64_t slot = memory.slot[memory.visible[c]];
+        Vec<T> f = exponential(load<T>(score) - by), mass = f * call.weight[at];
+        if (slot >= 0) {
+          const IntVec<T> some = load<T>(memory.gone + slot * kRows + r) < memory.sizes[c];
+          f = some ? f : Vec<T>{};
+          mass = some ? f * (call.weight[at] - load<T>(memory.gone_weight + slot * kRows + r)) : Vec<T>{};
+        }
+        store<T>(score, f);
+        Vec<T> worth = mass * mass;
+        if (!call.by_mass) worth *= error_factor(at, loud);
+        store<T>(memory.worth + c * kRows + r, worth);
+      }
+    }
+  }
+
+  SPARING_INLINE Vec<T> error_factor(int64_t at, Vec<T> loud) const {
+    const Vec<T> variance = loud * call.spread[at];
+    return surplus(variance < call.cap ? variance : all(call.cap)) * call.scatter[at];
+  }
+
+  SPARING_INLINE Vec<T> left(int64_t c, int r) const {
+    const int64_t slot = memory.slot[memory.visible[c]];
+    const Vec<T> size = all(memory.sizes[c]);
+    return slot < 0 ? size : size - load<T>(memory.gone + slot * kRows + r);
+  }
+
+  // Expands the clusters that are worth most, and returns the number of expansions so far.
+  int64_t choose(int64_t pairs, int64_t first_in_task, const T* alarm, T* missed, int64_t* touched) {
+    const int64_t poles = unit * call.clusters;
+    const auto expand = [&](int64_t c, int64_t r) {
+      memory.scores[c * kRows + r] = T(0);
+      memory.worth[c * kRows + r] = T(-1);
+      memory.pair_query[pairs] = Int<T>(first_in_task + r);
+      memory.pair_cluster[pairs++] = memory.visible[c];
+    };
+    for (int r = 0; r < memory.block.used; r += lanes<T>) {
+      Vec<T> near{};
+      for (int64_t s = 0; s < slots; ++s) near += load<T>(memory.gone + s * kRows + r);
+      Vec<T> budget = all(T(call.budget)), opened{};
+      for (int lane = 0; lane < lanes<T>; ++lane) {
+        if (r + lane >= count || T(members) - near[lane] > T(call.budget)) continue;
+        for (int64_t c = 0; c < shown; ++c)
+          if (left(c, r)[lane] > T(0)) expand(c, r + lane);
+        opened[lane] = T(members) - near[lane];
+        budget[lane] = T(-1);
+      }
+      for (;;) {
+        Vec<T> best{};
+        IntVec<T> which = Int<T>(-1) - IntVec<T>{};
+        for (int64_t c = 0; c < shown; ++c) {
+          const Vec<T> worth = load<T>(memory.worth + c * kRows + r);
+          const IntVec<T> better = (worth > best) & (left(c, r) <= budget);
+          best = better ? worth : best;
+          which = better ? Int<T>(c) - IntVec<T>{} : which;
+        }
+        bool found = false;
+        for (int lane = 0; lane < lanes<T>; ++lane) {
+          if (which[lane] < 0 || r + lane >= count) continue;
+          found = true;
+          const T size = left(which[lane], r)[lane];
+          budget[lane] -= size, opened[lane] += size;
+          expand(which[lane], r + lane);
+        }
+        if (!found) break;
+      }
+      Vec<T> error{};
+      Vec<T> summaries{};
+      for (int64_t c = 0; c < shown; ++c) {
+        const Vec<T> worth = load<T>(memory.worth + c * kRows + r);
+        Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
+        if (call.by_mass) kept *= error_factor(poles + memory.visible[c], load<T>(alarm + r));
+        error += kept;
+        summaries += (worth >= T(0)) & (left(c, r) > T(0)) ? all(T(1)) : Vec<T>{};
+      }
+      for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) {
+        missed[r + lane] = error[lane];
+        touched[r + lane] = int64_t(summaries[lane] + opened[lane]);
+      }
+    }
+    return pairs;
+  }
+
+  // Starts the block with what the summaries add, without the members that lie near by.
+  void absorb_summaries(const T* shift) {
+    Block<T>& block = memory.block;
+    const int64_t poles = unit * call.clusters;
+    for (int r = 0; r < block.used; r += lanes<T>) {
+      Vec<T> total{}, any_left{};
+      for (int64_t c = 0; c < shown; ++c) {
+        const int64_t slot = memory.slot[memory.visible[c]];
+        const Vec<T> f = load<T>(memory.scores + c * kRows + r);
+        Vec<T> weight = all(call.weight[poles + memory.visible[c]]);
+        if (slot >= 0) weight -= load<T>(memory.gone_weight + slot * kRows + r);
+        total += f * weight;
+        any_left = larger<T>(any_left, f);
+      }
+      store<T>(block.total + r, total);
+      store<T>(block.top + r, any_left > T(0) ? load<T>(shift + r) : all(kNever<T>));
+    }
+    const T* rows[kKeys];
+    for (int64_t c = 0; c < shown; c += kKeys) {
+      const int64_t some = shown - c < kKeys ? shown - c : kKeys;
+      for (int64_t i = 0; i < some; ++i) rows[i] = call.pole_values + (poles + memory.visible[c + i]) * call.width;
+      weighted_sums<T>(rows, some, call.width, memory.scores + c * kRows, block.sums, block.used);
+    }
+    if (!slots) return;
+    // The row of scores of a cluster, for keys that know their cluster only.
+    for (int64_t c = 0; c < shown; ++c) memory.slot[memory.visible[c]] = Int<T>(c);
+    int64_t some = 0;
+    const auto flush = [&] {
+      weighted_sums<T>(rows, some, call.width, block.scores, block.sums, block.used);
+      some = 0;
+    };
+    for (int64_t key = low; key <= high; ++key) {
+      const int64_t cluster = cluster_of(key);
+      if (cluster < 0) continue;
+      const Int<T> place = Int<T>(key);
+      const NearMask<T> near = mask(&place);
+      const T share = share_of(key);
+      const T* score = memory.scores + memory.slot[cluster] * kRows;
+      for (int r = 0; r < block.used; r += lanes<T>)
+        store<T>(block.scores + some * kRows + r, near(0, r) ? -share * load<T>(score + r) : Vec<T>{});
+      rows[some++] = call.v.at(item, head, key);
+      if (some == kKeys) flush();
+    }
+    if (some) flush();
+  }
+
+  // The keys near by, the sinks and, if not causal, the last keys.
+  void absorb_near(int64_t* touched) {
+    Int<T> place[kKeys];
+    const T *keys[kKeys], *values[kKeys];
+    int64_t found = 0, next = 0;
+    const auto flush = [&] {
+      const NearMask<T> near = mask(place);
+      absorb(memory.block, keys, values, found, near);
+      for (int64_t c = 0; c < found; ++c)
+        for (int r = 0; r < count; r += lanes<T>) {
+          const IntVec<T> hit = near(c, r);
+          for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) touched[r + lane] -= hit[lane];
+        }
+      found = 0;
+    };
+    const auto range = [&](int64_t begin, int64_t end) {
+      for (next = begin > next ? begin : next; next < end; ++next) {
+        place[found] = Int<T>(next);
+        keys[found] = call.k.at(item, head, next);
+        values[found++] = call.v.at(item, head, next);
+        if (found == kKeys) flush();
+      }
+    };
+    int64_t last = 0;
+    for (int64_t r = 0; r < count; ++r) last = seen[r] > last ? seen[r] : last;
+    range(0, call.sinks < last ? call.sinks : last);
+    range(low, high + 1 < last ? high + 1 : last);
+    if (!call.block) range(last - call.sinks > 0 ? last - call.sinks : 0, last);
+    if (found) flush();
+  }
+};
+
+// Adds what a block absorbed to what its queries had.
+template <class T>
+void merge_lane(const Block<T>& block, int64_t r, int64_t width, T* sums, T* top, T* total) {
+  if (block.total[r] == T(0)) return;
+  const T high = *top > block.top[r] ? *top : block.top[r];
+  const T old = *top == kNever<T> ? T(0) : exponential(all(*top - high))[0];
+  const T fresh = exponential(all(block.top[r] - high))[0];
+  for (int64_t e = 0; e < width; ++e) sums[e] = sums[e] * old + block.sums[e * kRows + r] * fresh;
+  *total = *total * old + block.total[r] * fresh;
+  *top = high;
+}
+
+// Members of the clusters into the queries that expanded them.
+template <class T>
+void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64_t item, int64_t head, int64_t begin,
+                     int64_t pairs) {
+  const int64_t unit = item * call.heads + head;
+  for (int64_t c = 0; c <= call.clusters; ++c) memory.first[c] = 0;
+  for (int64_t p = 0; p < pairs; ++p) ++memory.first[memory.pair_cluster[p] + 1];
+  for (int64_t c = 0; c < call.clusters; ++c) memory.first[c + 1] += memory.first[c];
+  for (int64_t p = 0; p < pairs; ++p) memory.sorted[memory.first[memory.pair_cluster[p]]++] = memory.pair_query[p];
+  Block<T>& block = memory.block;
+  const T *queries[kRows], *keys[kKeys], *values[kKeys];
+  Int<T> own[kRows], place[kKeys];
+  for (int64_t cluster = 0, from = 0; cluster < call.clusters; ++cluster) {
+    const int64_t to = memory.first[cluster];  // counted up to the end above
+    const int later = call.levels > 1 && cluster >= call.level[1].base;
+    const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels) + cluster + later;
+    const int32_t* members = call.level[later].members + unit * call.keys;
+    for (; from < to; from += kRows) {
+      const int64_t count = to - from < kRows ? to - from : kRows;
+      for (int64_t r = 0; r < kRows; ++r) {
+        const int64_t query = begin + memory.sorted[from + (r < count ? r : 0)];
+        own[r] = Int<T>(call.own[item * call.queries + query]);
+        if (r < count) queries[r] = call.q.at(item, head, query);
+      }
+      block.use(count);
+      transpose<T>(queries, count, call.depth, call.scale, block.queries);
+      start(block);
+      for (int64_t next = bounds[0]; next < bounds[1];) {
+        int64_t found = 0;
+        for (; found < kKeys && next < bounds[1]; ++found, ++next) {
+          place[found] = Int<T>(members[next]);
+          keys[found] = call.k.at(item, head, members[next]);
+          values[found] = call.v.at(item, head, members[next]);
+        }
+        if (call.before < 0) {
+          absorb(block, keys, values, found, SeesAll{});
+        } else {
+          absorb(block, keys, values, found, FarMask<T>{place, own, Int<T>(call.before), Int<T>(call.after)});
+        }
+      }
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t query = memory.sorted[from + r];
+        merge_lane(block, r, call.width, memory.sums + query * call.width, memory.top + query, memory.total + query);
+      }
+    }
+    from = to;
+  }
+}
+
+template <class T>
+void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end_task, T* scratch) {
+  MultipoleMemory<T> memory{};
+  lay_out<T>(call, scratch, &memory);
+  const int64_t each = multipole_queries(call), parts = (call.queries + each - 1) / each;
+  for (int64_t task = begin_task; task < end_task; ++task) {
+    const int64_t unit = task / parts, begin = task % parts * each;
+    const int64_t item = unit / call.heads, head = unit % call.heads;
+    const int64_t end = begin + each < call.queries ? begin + each : call.queries;
+    const int64_t *own = call.own + item * call.queries, *seen = call.seen + item * call.queries;
+    int64_t pairs = 0;
+    for (int64_t first = begin, count; first < end; first += count) {
+      for (count = 1; count < kRows && first + count < end; ++count)
+        if (call.block && (own[first + count] + call.block) / call.block != (own[first] + call.block) / call.block)
+          break;
+      MultipoleBlock<T> here{call, memory, item, head, unit, first, count};
+      T alarm[kRows], shift[kRows] = {};
+      const T* queries[kRows];
+      for (int64_t r = 0; r < kRows; ++r) {
+        const int64_t query = first + (r < count ? r : count - 1);
+        here.own[r] = Int<T>(own[query]), here.seen[r] = Int<T>(seen[query]);
+        alarm[r] = call.alarm[unit * call.queries + query];
+        if (r < count) queries[r] = call.q.at(item, head, query);
+      }
+      memory.block.use(count);
+      transpose<T>(queries, count, call.depth, call.scale, memory.block.queries);
+      start(memory.block);
+      int64_t* touched = call.touched + unit * call.queries + first;
+      for (int64_t r = 0; r < count; ++r) touched[r] = 0, memory.missed[first - begin + r] = T(0);
+      here.look_around();
+      if (here.shown) {
+        here.count_near();
+        here.score(alarm, shift);
+        pairs = here.choose(pairs, first - begin, alarm, memory.missed + first - begin, touched);
+        here.absorb_summaries(shift);
+      }
+      here.absorb_near(touched);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t query = first - begin + r;
+        memory.shift[query] = shift[r];
+        memory.top[query] = kNever<T>, memory.total[query] = T(0);
+        for (int64_t e = 0; e < call.width; ++e) memory.sums[query * call.width + e] = T(0);
+        merge_lane(memory.block, r, call.width, memory.sums + query * call.width, memory.top + query,
+                   memory.total + query);
+      }
+    }
+    expand_clusters(call, memory, item, head, begin, pairs);
+    for (int64_t query = begin; query < end; ++query) {
+      const int64_t at = query - begin, row = unit * call.queries + query;
+      const T total = memory.total[at], inverse = total > T(0) ? T(1) / total : T(0);
+      for (int64_t e = 0; e < call.width; ++e)
+        call.out[row * call.width + e] = memory.sums[at * call.width + e] * inverse;
+      const T lse = total > T(0) ? T(__builtin_log(double(total)) + double(memory.top[at])) : kNever<T>;
+      call.lse[row] = lse;
+      call.error[row] = total > T(0) ? T(__builtin_sqrt(double(memory.missed[at])) *
+                                         __builtin_exp(double(memory.shift[at]) - double(lse)))
+                                     : T(0);
+    }
+  }
+}
+
+template <class T>
+constexpr MultipoleKernels<T> multipole_kernels() {
+  return {multipole_scratch<T>, multipole_tasks<T>, multipole_forward<T>};
+}
