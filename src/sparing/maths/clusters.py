@@ -29,6 +29,11 @@ class Moments(NamedTuple):
         return Moments(self.mean[:, :, chunks], self.second[:, :, chunks])
 
     @property
+    def covariance(self) -> Tensor:
+        """(B, H, T, d, d)."""
+        return self.second - self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
+
+    @property
     def variance(self) -> Tensor:
         """(B, H, T): mean of |q - mean|^2."""
         return self.second.diagonal(dim1=-2, dim2=-1).sum(-1) - self.mean.square().sum(-1)
@@ -48,21 +53,35 @@ def moments(q: Tensor, counts: Tensor, size: int) -> Moments:
     return Moments(rows.sum(-2).cumsum(2) / total, (rows.mT @ rows).cumsum(2) / total.unsqueeze(-1))
 
 
+def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """At most so many rows of (B, H, n, d), evenly spaced among those that count (B, n), and which of them count."""
+    total = counts.sum(-1, keepdim=True)
+    rank = torch.arange(min(most, rows.shape[2]), device=rows.device) * (-(-total // most)).clamp_min(1)
+    place = (~counts).long().argsort(dim=-1, stable=True).gather(1, rank.clamp_max(rows.shape[2] - 1))
+    return rows.take_along_dim(place[:, None, :, None], dim=2), rank < total
+
+
 def factor(second: Tensor) -> Tensor:
     """L with L L^T = M (..., d, d), made definite; the identity where there is nothing to go by."""
     eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
     size = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     # In units of its size, so that neither large nor tiny queries lead to overflow.
     unit = second / size.masked_fill(size == 0, 1.0)
-    return torch.linalg.cholesky(torch.where(size == 0, eye, unit + _RIDGE * eye)) * size.sqrt()
+    return torch.linalg.cholesky(torch.where(size == 0, eye, unit + _RIDGE * eye)) * torch.where(
+        size == 0, 1.0, size.sqrt()
+    )
 
 
 def whole_numbers(x: Tensor, valid: Tensor) -> Tensor:
     """Rows (..., n, d) in units in which the largest valid entry is as large as exact float32 sums allow."""
     x = x.masked_fill(~valid.unsqueeze(-1), 0.0)
-    limit = int((2**_DIGITS / x.shape[-1]) ** 0.5)
     largest = x.abs().amax((-2, -1), keepdim=True)
-    return (x * (limit / largest.masked_fill(largest == 0, 1.0))).round().float()
+    return (x * (largest_number(x.shape[-1]) / largest.masked_fill(largest == 0, 1.0))).round().float()
+
+
+def largest_number(width: int) -> int:
+    """The largest entry of rows of so many whole numbers."""
+    return max(int((2**_DIGITS / width) ** 0.5), 1)
 
 
 def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str) -> Rows:
@@ -70,21 +89,34 @@ def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str) -> Row
 
     wanted: (B, T), how many; all rows where there are not more.
     """
-    rows = valid.sum(-1)
-    wanted = torch.minimum(wanted, rows)[:, None, :, None]
+    rows = valid.sum(-1)[:, None, :, None]
+    wanted = torch.minimum(wanted[:, None, :, None], rows)
     number = torch.arange(max(int(wanted.max()), 1), device=valid.device)
     chunk = torch.arange(valid.shape[1], device=valid.device).unsqueeze(-1)
     # Numbered by chunk and stretch, whatever else is in the batch.
     within = draws.uniform_at(purpose, (chunk * 2**32 + number).unsqueeze(0))  # (H, T, m)
     counts = number < wanted
-    rank = ((number + within) * rows[:, None, :, None] / wanted.clamp_min(1)).long()
-    rank = torch.where(counts, torch.minimum(rank, rows[:, None, :, None] - 1), 0)  # (B, H, T, m)
+    low, high = (edge * rows // wanted.clamp_min(1) for edge in (number, number + 1))
+    rank = torch.where(counts, low + (within * (high - low)).long(), 0)  # (B, H, T, m)
     place = (~valid).long().argsort(dim=-1, stable=True)  # valid rows first
     return Rows(place[:, None].expand(*rank.shape[:3], -1).gather(-1, rank), counts.expand(rank.shape))
 
 
+def cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
+    """(B, H, T, size) cluster of each key of T chunks of k (B, H, n_k, d), -1 where valid (B, T, size) is False.
+
+    factor: (B, H, T, d, d), of the metric. start, lesson: (B, H, T, ...), as in `kmeans`.
+    """
+    _, chunks, size = valid.shape
+    rows = k[:, :, : chunks * size].unflatten(2, (chunks, size)).double() @ factor
+    valid = valid[:, None].expand(rows.shape[:4])
+    x = whole_numbers(rows, valid)
+    first, taught = (Rows(*(t.flatten(0, 2) for t in some)) for some in (start, lesson))
+    return kmeans(x.flatten(0, 2), valid.flatten(0, 2), first, taught, steps).view(valid.shape)
+
+
 def kmeans(x: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
-    """(U, n) cluster of each row of x (U, n, d), whole numbers as of `whole_numbers`; -1 for rows that are not valid.
+    """(U, n) cluster of each row of x (U, n, d), whole numbers as of `whole_numbers`; -1 where valid is False.
 
     start: (U, c) rows that are the first centres. lesson: (U, m) rows that move the centres. A row joins the nearest
     centre, of equally near ones the first. A centre without rows stays.

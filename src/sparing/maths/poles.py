@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.maths.clusters import Moments, Rows, factor, moments, spread_out, whole_numbers
+from sparing.maths.clusters import Moments, Rows, factor, moments, sample, spread_out
 
-_FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
+FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
+NOTHING = 1e-9  # a variance of logits that is taken for rounding
+_TEACHERS = 1024  # queries that a metric is made of, if not causal
 _LESSON = 16  # rows per cluster that k-means learns from
 BLOCKS = 4  # blocks of a chunk
 
-Cluster = Callable[[Tensor, Tensor, Rows, Rows], Tensor]  # `kmeans` with a number of steps
+Cluster = Callable[[Tensor, Tensor, Tensor, Rows, Rows], Tensor]  # `clusters.cluster` with a number of steps
 
 
 class Level(NamedTuple):
@@ -47,7 +49,6 @@ class Plan:
     seen: Tensor  # (B, n_q): a query sees the keys of a rank below this
     own: Tensor  # (B, n_q): the rank of a query's own key
     block: int | None  # causal: keys of a query's own block of so many are exact
-    alarm: Tensor  # (B, H, n_q): |q - q0|^2 over its mean; the variance of logits is proportional to it
 
     def open(self, level: int, chunk: Tensor, own: Tensor) -> Tensor:
         """Whether a query, whose key has the rank `own`, sees the clusters of this chunk of a level."""
@@ -88,15 +89,16 @@ def plan(
     seen = present.long().cumsum(-1)[:, position]
     own = seen - 1
     if not call.is_causal:
-        known = moments(q, tells, n_q)
+        rows, tells = sample(q, tells, _TEACHERS)
+        known = moments(rows, tells, rows.shape[2])
         usable = (place >= sinks) & (place < count - sinks)
         wanted = torch.tensor([[clusters_of(int(each))] for each in count], device=k.device)
         level = _level(k, usable, known, n_k, wanted, call, "multipole", cluster)
-        return Plan((level,), count.expand(-1, n_q), own, None, _alarm(q, known, torch.zeros_like(own)))
+        return Plan((level,), count.expand(-1, n_q), own, None)
     n, block = min(n_q, n_k), chunk // BLOCKS
     blocks = n // block
     if blocks == 0:
-        return Plan((), seen, own, block, q.new_ones(q.shape[:3]))
+        return Plan((), seen, own, block)
     # Queries in the order of their keys' ranks: a chunk of keys knows the queries up to its end.
     order = (~present[:, :n]).long().argsort(dim=-1, stable=True)[:, : blocks * block]
     tells = (tells[:, :n] & present[:, :n]).gather(1, order)
@@ -109,7 +111,7 @@ def plan(
     if chunks := n // chunk:
         ends = known.at(torch.arange(BLOCKS - 1, chunks * BLOCKS, BLOCKS, device=q.device))
         levels += (_level(k, usable, ends, chunk, wanted, call, "multipole chunk", cluster),)
-    return Plan(levels, seen, own, block, _alarm(q, known, (own // block - 1).clamp_min(0)))
+    return Plan(levels, seen, own, block)
 
 
 def _level(
@@ -119,26 +121,24 @@ def _level(
     chunks = known.mean.shape[2]
     used = chunks * size
     valid = usable[:, :used].unflatten(1, (chunks, size))  # (B, T, size)
-    x = k[:, :, :used].unflatten(2, (chunks, size)).double() @ factor(known.second)  # (B, H, T, size, d)
     wanted = wanted.expand(batch, chunks)
     start = spread_out(valid, wanted, call.draws, purpose)
     lesson = spread_out(valid, _LESSON * wanted, call.draws, f"{purpose} lesson")
     clusters = start.place.shape[-1]
-    valid = valid[:, None].expand(-1, heads, -1, -1)
-    centres, taught = (Rows(*(t.flatten(0, 2) for t in rows)) for rows in (start, lesson))
-    found = cluster(whole_numbers(x, valid).flatten(0, 2), valid.flatten(0, 2), centres, taught)
-    found = found.view(batch, heads, chunks, size)
+    found = cluster(k, factor(known.second), valid, start, lesson)
     found = torch.where(found < 0, -1, found + clusters * torch.arange(chunks, device=k.device).view(-1, 1))
     labels = torch.full((batch, heads, n_k), -1, device=k.device)
     labels[:, :, :used] = found.flatten(2)
     return Level(size, clusters, labels, known)
 
 
-def _alarm(q: Tensor, known: Moments, at: Tensor) -> Tensor:
-    """|q - q0|^2 over its mean, from what is known at the end of chunk `at` (B, n_q)."""
-    mean = known.mean.to(q.dtype).take_along_dim(at[:, None, :, None], dim=2)
-    variance = known.variance.take_along_dim(at[:, None], dim=2)
-    return ((q - mean).square().sum(-1).double() / variance.masked_fill(variance <= 0, torch.inf)).to(q.dtype)
+def alarm(q: Tensor, plan: Plan, rows: slice) -> Tensor:
+    """|q - q0|^2 over its mean, (B, H, rows): what the variance of a cluster's logits is proportional to."""
+    known, own = plan.levels[0].known, plan.own[:, rows]
+    at = torch.zeros_like(own) if plan.block is None else (own // plan.block - 1).clamp_min(0)  # the last known block
+    away = q[:, :, rows] - known.mean.to(q.dtype).take_along_dim(at[:, None, :, None], dim=2)
+    variance = known.variance.to(q.dtype).take_along_dim(at[:, None], dim=2)
+    return away.square().sum(-1) / variance.masked_fill(variance <= 0, torch.inf)
 
 
 def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
@@ -152,7 +152,7 @@ def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
     lean = k.new_zeros(batch, heads, n_k)
     lean[:, :, :used] = (scale * k[:, :, :used].unflatten(2, (-1, level.size)) @ first.unsqueeze(-1)).flatten(2)
     top = k.new_full((batch, heads, total + 1), -torch.inf).scatter_reduce(2, slot, lean.detach(), "amax")
-    shares = (lean - top.gather(2, slot)).clamp_min(_FAINTEST)
+    shares = (lean - top.gather(2, slot)).clamp_min(FAINTEST)
     w = shares.exp()
 
     def sums(x: Tensor) -> Tensor:
@@ -170,14 +170,14 @@ def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
         count = torch.zeros_like(weight.squeeze(-1))
         count.scatter_add_(2, slot.clamp_max(total - 1), member.to(k.dtype))
         away = k - _of_members(keys, slot)  # from the mean of the key's cluster
-        covariance = (level.known.second - level.known.mean.unsqueeze(-1) * level.known.mean.unsqueeze(-2)).to(k.dtype)
+        covariance = level.known.covariance.to(k.dtype)
         turned = torch.zeros_like(away)
         turned[:, :, :used] = (away[:, :, :used].unflatten(2, (-1, level.size)) @ covariance).flatten(2, 3)
         spread = scale**2 * sums((turned * away).sum(-1, keepdim=True)) / part
         scatter = sums((v - _of_members(values, slot)).square().sum(-1, keepdim=True)) / part
-    return Poles(
-        keys, values, offset, weight.squeeze(-1), shares, count, spread.squeeze(-1).clamp_min(0.0), scatter.squeeze(-1)
-    )
+    spread = spread.squeeze(-1).nan_to_num(nan=0.0)  # huge keys overflow, and their logits are saturated
+    spread = spread.masked_fill(spread < NOTHING, 0.0)
+    return Poles(keys, values, offset, weight.squeeze(-1), shares, count, spread, scatter.squeeze(-1))
 
 
 def _of_members(x: Tensor, slot: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparing.call import Call
 from sparing.maths import dense, poles
-from sparing.maths.clusters import kmeans
+from sparing.maths.clusters import Rows, cluster, largest_number
 from sparing.maths.packing import place_of_rank
 from sparing.maths.poles import BLOCKS, Plan, Poles
 from sparing.method import Cost, Method, Shape, Supports, knob, method
@@ -29,7 +29,7 @@ class Multipole(Method):
 
     Keys are clustered by k-means in the metric of the queries; q0 is the mean query, K_c a cluster's mean key. The
     members of a cluster share what depends on q_i, so that a query reads one summary for all of them. a_ic is the
-    predicted variance of the logits of c. Each query expands the clusters of the largest predicted error of the
+    predicted variance of the logits of c. Within a cluster exp(s q0.k_j) is at least e^-8 of its largest. Each query expands the clusters of the largest predicted error of the
     *output*, (mass of c) * sqrt(expm1(min(a_ic, cap))) * (spread of the values of c), until `keys` keys are spent. A
     budget of all keys is exact attention.
 
@@ -38,8 +38,8 @@ class Multipole(Method):
 
     After clustered attention (Vyas et al. 2020), Multipole Attention (Hooper et al. 2025) and the fast multipole
     method. `inspect()` notes, each [B, H, n_q], `error`: the predicted distance to exact attention, `touched`: the keys
-    and summaries that a query read, and `exact`: whether it read every key it sees. The gradient holds clusters,
-    expansions and q0 fixed.
+    and summaries that a query read, and `exact`: whether it read no summary. The gradient holds clusters, expansions,
+    q0 and a_ic fixed.
 
     clusters: summaries of all keys, or, causal, of each chunk; a float is their ratio to the keys.
     keys: keys that a query looks at in clusters of its choice.
@@ -75,8 +75,8 @@ class Multipole(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.clusters, float) and not 0.0 < self.clusters <= 1.0:
-            raise ValueError(f"multipole: clusters={self.clusters!r} as a ratio must be above 0 and at most 1")
+        if isinstance(self.clusters, float) and not 0.0 < self.clusters < 1.0:
+            raise ValueError(f"multipole: clusters={self.clusters!r} as a ratio must be above 0 and below 1")
         if isinstance(self.clusters, int) and self.clusters < 1:
             raise ValueError(f"multipole: clusters={self.clusters!r} must be at least 1")
         if self.window % 2:
@@ -95,19 +95,18 @@ class Multipole(Method):
             return self.window, 0
         return (self.window // 2, self.window // 2) if n_q == n_k else (-1, -1)
 
-    def plan(self, q: Tensor, k: Tensor, call: Call, kmeans: Callable[..., Tensor] = kmeans) -> Plan:
+    def plan(self, q: Tensor, k: Tensor, call: Call, cluster: Callable[..., Tensor] = cluster) -> Plan:
         """The clusters, for keys of which the valid ones come first."""
-        cluster = partial(kmeans, steps=self.steps)
-        return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, cluster)
+        return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, partial(cluster, steps=self.steps))
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         k, v = _valid_first(k, v, call)
         plan = self.plan(q, k, call)
-        summaries = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
+        described = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
         n_q, rows = q.shape[2], max(_SCORES // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
-        parts = [self._rows(q, k, v, plan, summaries, call, slice(i, min(i + rows, n_q))) for i in range(0, n_q, rows)]
-        out, lse, error, touched = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-        call.note(lse=lse, error=error, touched=touched, exact=touched == plan.seen[:, None])
+        parts = [self._rows(q, k, v, plan, described, call, slice(i, min(i + rows, n_q))) for i in range(0, n_q, rows)]
+        out, lse, error, read, summaries = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
         return out
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -117,11 +116,11 @@ class Multipole(Method):
 
     def _rows(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, summaries: list[Poles], call: Call, rows: slice
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Output, log-sum-exp, predicted error and touched keys of some of the queries."""
+    ) -> tuple[Tensor, ...]:
+        """Output, log-sum-exp, predicted error, keys and summaries that were read, of some of the queries."""
         n_k = k.shape[2]
         before, after = self.sides(q.shape[2], n_k, call.is_causal)
-        q, seen, own = q[:, :, rows], plan.seen[:, rows, None], plan.own[:, rows, None]
+        every, q, seen, own = q, q[:, :, rows], plan.seen[:, rows, None], plan.own[:, rows, None]
         key = torch.arange(n_k, device=k.device)
         exact = (key >= own - before) & (key <= own + after) | (key < self.sinks)
         if plan.block is None:
@@ -133,7 +132,8 @@ class Multipole(Method):
         logits = q @ k.mT * call.scale
         if not plan.levels:
             weights, lse = dense.softmax(logits.masked_fill(~exact, -torch.inf))
-            return weights @ v, lse, torch.zeros_like(lse), exact.sum(-1).expand_as(lse)
+            read = exact.sum(-1).expand_as(lse)
+            return weights @ v, lse, torch.zeros_like(lse), read, torch.zeros_like(read)
 
         # What the clusters of all levels, C together, look like to a query.
         cluster = torch.full_like(logits, -1, dtype=torch.long)  # that stands for a key: (B, H, n_q, n_k)
@@ -154,7 +154,7 @@ class Multipole(Method):
             torch.cat([getattr(pole, name) for pole in summaries], dim=2).unsqueeze(2)
             for name in ("members", "weight", "spread", "scatter")
         )
-        believed = (spread * plan.alarm[:, :, rows, None]).clamp_max(self.cap)
+        believed = (spread * poles.alarm(every, plan, rows).unsqueeze(-1)).clamp_max(self.cap)
         score = torch.cat(scores, dim=-1)  # (B, H, n_q, C)
         if self.order == 2:
             score = score + believed / 2
@@ -176,7 +176,7 @@ class Multipole(Method):
         logits = torch.where(exact, logits, spared).masked_fill(~visible, -torch.inf)
         weights, lse = dense.softmax(logits)
         rest = error.masked_fill(chosen, 0.0).sum(-1).sqrt() * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp()
-        return weights @ v, lse, rest, exact.sum(-1) + ((left > 0) & ~chosen).sum(-1)
+        return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):  # the kernels have no gradient
@@ -184,14 +184,13 @@ class Multipole(Method):
         if self.keys >= k.shape[2] and not call.noted:
             return method("exact").native(q, k, v, call)
         k, v = _valid_first(k, v, call)
-        plan = self.plan(q, k, call, native.kmeans)
-        summaries = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
-        out, lse, error, touched = native.multipole(
-            q, k, v, plan.seen, plan.own, plan.alarm, *_laid_end_to_end(plan, summaries, k, v),
-            *self.sides(q.shape[2], k.shape[2], call.is_causal), self.sinks, plan.block or 0, self.keys,
-            self.order == 2, self.select == "mass", self.cap, call.scale,
+        plan = self.plan(q, k, call, native_cluster)
+        before, after = self.sides(q.shape[2], k.shape[2], call.is_causal)
+        out, lse, error, read, summaries = native.multipole(
+            q, k, v, plan.seen, plan.own, *_laid_end_to_end(plan, k, v, call.scale), before, after, self.sinks,
+            plan.block or 0, self.keys, self.order == 2, self.select == "mass", self.cap, call.scale,
         )  # fmt: skip
-        call.note(lse=lse, error=error, touched=touched, exact=touched == plan.seen[:, None])
+        call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
         return out
 
     def full_budget(self, shape: Shape) -> Method:
@@ -221,22 +220,35 @@ def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
 
 
+def native_cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
+    """`clusters.cluster` by kernels."""
+    x = native.metric_rows(k, factor, valid, largest_number(k.shape[-1]))
+    shape = (*factor.shape[:3], valid.shape[2])
+    first, taught = (Rows(*(t.flatten(0, 2) for t in some)) for some in (start, lesson))
+    return native.kmeans(x, valid[:, None].expand(shape).flatten(0, 2), first, taught, steps).view(shape)
+
+
 def _laid_end_to_end(
-    plan: Plan, summaries: list[Poles], k: Tensor, v: Tensor
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
-    """The summaries of all levels as kernels take them, labels, weights, and what the levels look like."""
-    batch, heads, n_k, d = k.shape
-    if not summaries:
-        empty = k.new_zeros(batch, heads, 0)
-        poles_of_none = (k.new_zeros(batch, heads, 0, d), k.new_zeros(batch, heads, 0, v.shape[3]), *[empty] * 4)
-        none = k.new_zeros(0, batch, heads, n_k)
-        return poles_of_none, none.long(), none, torch.zeros(0, 3, dtype=torch.long)
-    sums = [pole._replace(values=pole.values * pole.weight.unsqueeze(-1)) for pole in summaries]
-    names = ("keys", "values", "offset", "weight", "spread", "scatter")
-    together = tuple(torch.cat([getattr(pole, name) for pole in sums], dim=2) for name in names)
-    labels = torch.stack([level.labels for level in plan.levels])
-    shares = torch.stack([pole.shares.exp() for pole in summaries])
-    return together, labels, shares, torch.tensor([(x.size, x.clusters, x.chunks) for x in plan.levels])
+    plan: Plan, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+    """Mean and variance of the queries, summaries, labels and weights of all levels, and what the levels look like."""
+    if not plan.levels:
+        batch, heads, n_k, d = k.shape
+        none, rows = k.new_zeros(batch, heads, 0), k.new_zeros(batch, heads, 0, d)
+        keys = k.new_zeros(0, batch, heads, n_k)
+        sums = k.new_zeros(batch, heads, 0, v.shape[3])
+        return rows, none, (rows, sums, none, none, none, none), keys.long(), keys, torch.zeros(0, 3, dtype=torch.long)
+    found = [
+        native.summaries(
+            k, v, level.labels, level.known.mean.to(k.dtype), level.known.covariance.to(k.dtype), level.clusters, scale,
+            poles.FAINTEST, poles.NOTHING,
+        )
+        for level in plan.levels
+    ]  # fmt: skip
+    summaries = tuple(torch.cat(parts, dim=2) for parts in zip(*(each[:6] for each in found), strict=True))
+    labels, shares = torch.stack([x.labels for x in plan.levels]), torch.stack([each[6] for each in found])
+    known, levels = plan.levels[0].known, torch.tensor([(x.size, x.clusters, x.chunks) for x in plan.levels])
+    return known.mean.to(k.dtype), known.variance.to(k.dtype), summaries, labels, shares, levels
 
 
 def expand(worth: Tensor, size: Tensor, budget: int) -> Tensor:

@@ -14,6 +14,7 @@ namespace sparing::SPARING_ISA {
 #include "strip.h"
 #include "rows.h"
 #include "kmeans.h"
+#include "poles.h"
 #include "multipole.h"
 #include "lsh_hash.h"
 #include "lsh.h"
@@ -42,7 +43,9 @@ constexpr KernelsOf<T> kernels_of() {
       .inverse = inverse_kernels<T>(),
       .lsh = {rounded_size<T>, round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>,
               lsh_forward<T>, lsh_backward<T>},
+      .metric = {metric_scratch<T>, metric_rows<T>},
       .multipole = multipole_kernels<T>(),
+      .poles = pole_kernels<T>(),
       .projection = projection_kernels<T>(),
       .received = received_kernels<T>(),
       .segments = segment_kernels<T>(),

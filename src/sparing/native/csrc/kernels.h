@@ -22,7 +22,9 @@ struct KernelsOf {
   FeatureKernels<T> features;
   InverseKernels<T> inverse;
   LshKernels<T> lsh;
+  MetricKernels<T> metric;
   MultipoleKernels<T> multipole;
+  PoleKernels<T> poles;
   ProjectionKernels<T> projection;
   ReceivedKernels<T> received;
   SegmentKernels<T> segments;

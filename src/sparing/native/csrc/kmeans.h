@@ -109,3 +109,46 @@ inline void kmeans(const KMeans& call, int64_t begin, int64_t end, float* scratc
     }
   }
 }
+
+// Rounds the keys of some chunks, seen through the factor of their metric, to whole numbers.
+template <class T>
+int64_t metric_scratch(const MetricRows<T>& call) {
+  return call.depth * kRows + (call.size + kRows - 1) / kRows * kRows * call.depth +
+         call.depth * int64_t(sizeof(void*)) / int64_t(sizeof(double));
+}
+
+template <class T>
+void metric_rows(const MetricRows<T>& call, int64_t begin, int64_t end, double* scratch) {
+  const int64_t d = call.depth, blocks = (call.size + kRows - 1) / kRows;
+  double *columns = scratch, *turned = scratch + d * kRows;  // [depth][kRows], [blocks][depth][kRows]
+  const double** rows = reinterpret_cast<const double**>(turned + blocks * d * kRows);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t chunk = unit % call.chunks, item = unit / call.chunks / call.heads;
+    const int64_t head = unit / call.chunks % call.heads;
+    const uint8_t* valid = call.valid + (item * call.chunks + chunk) * call.size;
+    Vec<double> most{};
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block * kRows, count = call.size - first < kRows ? call.size - first : kRows;
+      for (int64_t r = 0; r < kRows; ++r) {
+        const bool counts = r < count && valid[first + r];
+        const T* key = call.k.at(item, head, chunk * call.size + first + (counts ? r : 0));
+        for (int64_t k = 0; k < d; ++k) columns[k * kRows + r] = counts ? double(key[k]) : 0.0;
+      }
+      double* out = turned + block * d * kRows;
+      for (int64_t c = 0; c < d; c += kDeep) {
+        const int64_t some = d - c < kDeep ? d - c : kDeep;
+        for (int64_t i = 0; i < some; ++i) rows[i] = call.factor + (unit * d + c + i) * d + c;
+        dots<double>(rows, some, d - c, columns + c * kRows, out + c * kRows);
+      }
+      for (int64_t i = 0; i < d * kRows; i += lanes<double>) {
+        const Vec<double> entry = load<double>(out + i);
+        most = larger<double>(most, entry < 0.0 ? -entry : entry);
+      }
+    }
+    const double found = largest<double>(most), factor = double(call.limit) / (found == 0.0 ? 1.0 : found);
+    float* out = call.out + unit * call.size * d;
+    for (int64_t i = 0; i < call.size; ++i)
+      for (int64_t k = 0; k < d; ++k)
+        out[i * d + k] = float(__builtin_rint(turned[(i / kRows * d + k) * kRows + i % kRows] * factor));
+  }
+}

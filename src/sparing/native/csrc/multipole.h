@@ -7,12 +7,18 @@
 inline constexpr int64_t kQueries = 4096;      // queries of a task, at most
 inline constexpr int64_t kExpansions = 1 << 20;  // expansions of a task, at most
 
+// What some queries have absorbed.
+template <class T>
+struct Absorbed {
+  T *sums, *top, *total;  // [queries][width], [queries]
+};
+
 template <class T>
 struct MultipoleMemory {
   Block<T> block;
   T *scores, *worth;       // [clusters][kRows]
   T *gone, *gone_weight;   // [stretch][kRows] members of a cluster that are exact already
-  T *sums, *top, *total;   // [queries][width], [queries]: what a query has absorbed
+  Absorbed<T> absorbed;    // by the queries of the task
   T *shift, *missed;       // [queries]
   T* sizes;                // [clusters] members
   Int<T> *slot;            // [clusters] row of `gone`, or -1
@@ -54,9 +60,9 @@ int64_t lay_out(const Multipole<T>& call, T* memory, MultipoleMemory<T>* parts) 
   take(&parts->worth, call.clusters * kRows);
   take(&parts->gone, multipole_stretch(call) * kRows);
   take(&parts->gone_weight, multipole_stretch(call) * kRows);
-  take(&parts->sums, queries * call.width);
-  take(&parts->top, queries);
-  take(&parts->total, queries);
+  take(&parts->absorbed.sums, queries * call.width);
+  take(&parts->absorbed.top, queries);
+  take(&parts->absorbed.total, queries);
   take(&parts->shift, queries);
   take(&parts->missed, queries);
   take(&parts->sizes, call.clusters);
@@ -227,6 +233,23 @@ struct MultipoleBlock {
     return x < T(0.03) ? small : exponential(x) - T(1);
   }
 
+  // How far the queries are from their mean: |q - mean|^2 over the mean of that.
+  void sound(T* alarm) const {
+    int64_t at = call.block ? own[0] / call.block - 1 : 0;
+    at = unit * call.means + (at > 0 ? at : 0);
+    const T* mean = call.mean + at * call.depth;
+    const T spread = call.variance[at] * call.scale * call.scale;
+    const T calm = spread > T(0) ? T(1) / spread : T(0);
+    for (int r = 0; r < memory.block.used; r += lanes<T>) {
+      Vec<T> total{};
+      for (int64_t k = 0; k < call.depth; ++k) {
+        const Vec<T> away = load<T>(memory.block.queries + k * kRows + r) - call.scale * mean[k];
+        total += away * away;
+      }
+      store<T>(alarm + r, total * calm);
+    }
+  }
+
   // Scores of all summaries: exp(score - shift) in memory.scores, what expanding them is worth in memory.worth.
   void score(const T* alarm, T* shift) {
     Block<T>& block = memory.block;
@@ -283,7 +306,7 @@ struct MultipoleBlock {
   }
 
   // Expands the clusters that are worth most, and returns the number of expansions so far.
-  int64_t choose(int64_t pairs, int64_t first_in_task, const T* alarm, T* missed, int64_t* touched) {
+  int64_t choose(int64_t pairs, int64_t first_in_task, const T* alarm, T* missed, int64_t* read, int64_t* summaries) {
     const int64_t poles = unit * call.clusters;
     const auto expand = [&](int64_t c, int64_t r) {
       memory.scores[c * kRows + r] = T(0);
@@ -321,18 +344,18 @@ struct MultipoleBlock {
         }
         if (!found) break;
       }
-      Vec<T> error{};
-      Vec<T> summaries{};
+      Vec<T> error{}, spared{};
       for (int64_t c = 0; c < shown; ++c) {
         const Vec<T> worth = load<T>(memory.worth + c * kRows + r);
         Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
         if (call.by_mass) kept *= error_factor(poles + memory.visible[c], load<T>(alarm + r));
         error += kept;
-        summaries += (worth >= T(0)) & (left(c, r) > T(0)) ? all(T(1)) : Vec<T>{};
+        spared += (worth >= T(0)) & (left(c, r) > T(0)) ? all(T(1)) : Vec<T>{};
       }
       for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) {
         missed[r + lane] = error[lane];
-        touched[r + lane] = int64_t(summaries[lane] + opened[lane]);
+        read[r + lane] = int64_t(opened[lane]);
+        summaries[r + lane] = int64_t(spared[lane]);
       }
     }
     return pairs;
@@ -385,7 +408,7 @@ struct MultipoleBlock {
   }
 
   // The keys near by, the sinks and, if not causal, the last keys.
-  void absorb_near(int64_t* touched) {
+  void absorb_near(int64_t* read) {
     Int<T> place[kKeys];
     const T *keys[kKeys], *values[kKeys];
     int64_t found = 0, next = 0;
@@ -395,7 +418,7 @@ struct MultipoleBlock {
       for (int64_t c = 0; c < found; ++c)
         for (int r = 0; r < count; r += lanes<T>) {
           const IntVec<T> hit = near(c, r);
-          for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) touched[r + lane] -= hit[lane];
+          for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) read[r + lane] -= hit[lane];
         }
       found = 0;
     };
@@ -416,16 +439,35 @@ struct MultipoleBlock {
   }
 };
 
-// Adds what a block absorbed to what its queries had.
-template <class T>
-void merge_lane(const Block<T>& block, int64_t r, int64_t width, T* sums, T* top, T* total) {
-  if (block.total[r] == T(0)) return;
-  const T high = *top > block.top[r] ? *top : block.top[r];
-  const T old = *top == kNever<T> ? T(0) : exponential(all(*top - high))[0];
-  const T fresh = exponential(all(block.top[r] - high))[0];
-  for (int64_t e = 0; e < width; ++e) sums[e] = sums[e] * old + block.sums[e * kRows + r] * fresh;
-  *total = *total * old + block.total[r] * fresh;
-  *top = high;
+// Adds what the first `count` lanes of a block absorbed to what their queries had; find(lane) is a lane's query.
+template <class T, class Find>
+void merge(const Block<T>& block, int64_t count, int64_t width, const Absorbed<T>& to, const Find& find) {
+  constexpr int N = lanes<T>;
+  for (int64_t first = 0; first < count; first += N) {
+    const int64_t some = count - first < N ? count - first : N;
+    Vec<T> before = all(kNever<T>), had{};
+    for (int64_t r = 0; r < some; ++r) before[r] = to.top[find(first + r)], had[r] = to.total[find(first + r)];
+    const Vec<T> after = load<T>(block.top + first), high = larger<T>(before, after);
+    const Vec<T> shift = high == kNever<T> ? Vec<T>{} : high;
+    const Vec<T> old = exponential(before - shift), fresh = exponential(after - shift);
+    const Vec<T> total = had * old + load<T>(block.total + first) * fresh;
+    for (int64_t r = 0; r < some; ++r) to.top[find(first + r)] = high[r], to.total[find(first + r)] = total[r];
+    int64_t e = 0;
+    for (; e + N <= width; e += N) {
+      Vec<T> square[N];
+      for (int i = 0; i < N; ++i) square[i] = load<T>(block.sums + (e + i) * kRows + first) * fresh;
+      turn<T>(square);
+      for (int64_t r = 0; r < some; ++r) {
+        T* row = to.sums + find(first + r) * width + e;
+        store<T>(row, load<T>(row) * old[r] + square[r]);
+      }
+    }
+    for (; e < width; ++e)
+      for (int64_t r = 0; r < some; ++r) {
+        T* row = to.sums + find(first + r) * width + e;
+        *row = *row * old[r] + block.sums[e * kRows + first + r] * fresh[r];
+      }
+  }
 }
 
 // Members of the clusters into the queries that expanded them.
@@ -468,10 +510,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
           absorb(block, keys, values, found, FarMask<T>{place, own, Int<T>(call.before), Int<T>(call.after)});
         }
       }
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t query = memory.sorted[from + r];
-        merge_lane(block, r, call.width, memory.sums + query * call.width, memory.top + query, memory.total + query);
-      }
+      merge(block, count, call.width, memory.absorbed, [&](int64_t r) { return memory.sorted[from + r]; });
     }
     from = to;
   }
@@ -493,43 +532,43 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
         if (call.block && (own[first + count] + call.block) / call.block != (own[first] + call.block) / call.block)
           break;
       MultipoleBlock<T> here{call, memory, item, head, unit, first, count};
-      T alarm[kRows], shift[kRows] = {};
+      T alarm[kRows] = {}, shift[kRows] = {};
       const T* queries[kRows];
       for (int64_t r = 0; r < kRows; ++r) {
         const int64_t query = first + (r < count ? r : count - 1);
         here.own[r] = Int<T>(own[query]), here.seen[r] = Int<T>(seen[query]);
-        alarm[r] = call.alarm[unit * call.queries + query];
         if (r < count) queries[r] = call.q.at(item, head, query);
       }
       memory.block.use(count);
       transpose<T>(queries, count, call.depth, call.scale, memory.block.queries);
       start(memory.block);
-      int64_t* touched = call.touched + unit * call.queries + first;
-      for (int64_t r = 0; r < count; ++r) touched[r] = 0, memory.missed[first - begin + r] = T(0);
+      int64_t* read = call.read + unit * call.queries + first;
+      int64_t* summaries = call.summaries + unit * call.queries + first;
+      for (int64_t r = 0; r < count; ++r) read[r] = summaries[r] = 0, memory.missed[first - begin + r] = T(0);
       here.look_around();
       if (here.shown) {
         here.count_near();
+        here.sound(alarm);
         here.score(alarm, shift);
-        pairs = here.choose(pairs, first - begin, alarm, memory.missed + first - begin, touched);
+        pairs = here.choose(pairs, first - begin, alarm, memory.missed + first - begin, read, summaries);
         here.absorb_summaries(shift);
       }
-      here.absorb_near(touched);
+      here.absorb_near(read);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t query = first - begin + r;
         memory.shift[query] = shift[r];
-        memory.top[query] = kNever<T>, memory.total[query] = T(0);
-        for (int64_t e = 0; e < call.width; ++e) memory.sums[query * call.width + e] = T(0);
-        merge_lane(memory.block, r, call.width, memory.sums + query * call.width, memory.top + query,
-                   memory.total + query);
+        memory.absorbed.top[query] = kNever<T>, memory.absorbed.total[query] = T(0);
+        for (int64_t e = 0; e < call.width; ++e) memory.absorbed.sums[query * call.width + e] = T(0);
       }
+      merge(memory.block, count, call.width, memory.absorbed, [&](int64_t r) { return first - begin + r; });
     }
     expand_clusters(call, memory, item, head, begin, pairs);
     for (int64_t query = begin; query < end; ++query) {
       const int64_t at = query - begin, row = unit * call.queries + query;
-      const T total = memory.total[at], inverse = total > T(0) ? T(1) / total : T(0);
+      const T total = memory.absorbed.total[at], inverse = total > T(0) ? T(1) / total : T(0);
       for (int64_t e = 0; e < call.width; ++e)
-        call.out[row * call.width + e] = memory.sums[at * call.width + e] * inverse;
-      const T lse = total > T(0) ? T(__builtin_log(double(total)) + double(memory.top[at])) : kNever<T>;
+        call.out[row * call.width + e] = memory.absorbed.sums[at * call.width + e] * inverse;
+      const T lse = total > T(0) ? T(__builtin_log(double(total)) + double(memory.absorbed.top[at])) : kNever<T>;
       call.lse[row] = lse;
       call.error[row] = total > T(0) ? T(__builtin_sqrt(double(memory.missed[at])) *
                                          __builtin_exp(double(memory.shift[at]) - double(lse)))

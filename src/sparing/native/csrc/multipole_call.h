@@ -21,6 +21,42 @@ struct KMeansKernels {
   void (*run)(const KMeans&, int64_t begin, int64_t end, float* scratch);
 };
 
+// Keys in the metric of the queries, in whole numbers: each chunk in the unit in which its largest valid entry is `limit`.
+template <class T>
+struct MetricRows {
+  Tokens<const T> k;
+  const double* factor;  // [items][heads][chunks][depth][depth], transposed: row c holds what makes up entry c, from c on
+  const uint8_t* valid;  // [items][chunks][size]; zeros for the others
+  int64_t items, heads, chunks, size, depth, limit;
+  float* out;  // [items][heads][chunks][size][depth]
+};
+
+template <class T>
+struct MetricKernels {
+  int64_t (*scratch)(const MetricRows<T>&);  // entries of double
+  void (*run)(const MetricRows<T>&, int64_t begin, int64_t end, double* scratch);
+};
+
+// Summaries of clusters.
+template <class T>
+struct Poles {
+  Tokens<const T> k, v;
+  const int64_t* labels;      // [items][heads][keys], -1 for none
+  const T *mean, *covariance;  // [items][heads][chunks][depth], [...][depth][depth] of the queries
+  int64_t items, heads, keys, depth, width;
+  int64_t clusters, chunks;  // clusters of a chunk
+  T scale, faintest, nothing;  // least log-weight, and least spread that is not taken for zero
+  const int32_t *members, *bounds;  // keys sorted by cluster, [items][heads][keys], and where clusters begin
+  T *pole_keys, *pole_values, *offset, *weight, *spread, *scatter;  // as in Multipole; values times weight
+  T* shares;                                                       // [items][heads][keys]
+};
+
+template <class T>
+struct PoleKernels {
+  int64_t (*scratch)(const Poles<T>&);  // entries of T
+  void (*run)(const Poles<T>&, int64_t begin, int64_t end, T* scratch);
+};
+
 // One way to cut the keys into chunks with clusters of their own.
 template <class T>
 struct Level {
@@ -38,7 +74,8 @@ struct Multipole {
   int64_t items, heads, queries, keys, depth, width;
   int64_t clusters;          // of all levels
   const int64_t *seen, *own;  // [items][queries]
-  const T* alarm;            // [items][heads][queries]
+  const T *mean, *variance;  // [items][heads][chunks of level 0][depth], [...] of the queries
+  int64_t means;             // chunks of level 0; 0: no summaries
   const T *pole_keys, *pole_values;  // [items][heads][clusters][depth], [...][width]; values times weight
   const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
   Level<T> level[2];
@@ -49,7 +86,7 @@ struct Multipole {
   bool second, by_mass;
   T cap, scale;
   T *out, *lse, *error;  // [items][heads][queries][width], [items][heads][queries]
-  int64_t* touched;      // [items][heads][queries]
+  int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
 };
 
 template <class T>

@@ -30,7 +30,28 @@ Tensor cluster(Tensor x, Tensor valid, Tensor start, Tensor start_used, Tensor l
   return labels;
 }
 
-// Keys sorted by cluster, and where each cluster begins: one level of one head. Labels are checked on the way.
+Tensor metric_rows(Tensor k, Tensor factor, Tensor valid, int64_t limit) {
+  return with_type("k", k, [&]<class T>() {
+    STD_TORCH_CHECK(k.dim() == 4, "k must have 4 axes");
+    STD_TORCH_CHECK(valid.dim() == 3, "valid must have 3 axes");
+    MetricRows<T> call{};
+    call.items = k.size(0), call.heads = k.size(1), call.depth = k.size(3), call.limit = limit;
+    call.chunks = valid.size(1), call.size = valid.size(2);
+    STD_TORCH_CHECK(call.chunks * call.size <= k.size(2), "valid has more keys than k");
+    call.k = tokens<T>("k", k, call.items, call.heads, k.size(2), call.depth);
+    call.factor = packed<double>("factor", factor, {call.items, call.heads, call.chunks, call.depth, call.depth});
+    call.valid =
+        reinterpret_cast<const uint8_t*>(packed<bool>("valid", valid, {call.items, call.chunks, call.size}));
+    Tensor out = fresh(k, {call.items * call.heads * call.chunks, call.size, call.depth}, ScalarType::Float);
+    call.out = out.mutable_data_ptr<float>();
+    const MetricKernels<T>& use = kernels().of<T>().metric;
+    in_parallel<double>(call.items * call.heads * call.chunks, 1, use.scratch(call),
+                        [&](int64_t begin, int64_t end, double* scratch) { use.run(call, begin, end, scratch); });
+    return out;
+  });
+}
+
+// Keys sorted by cluster, and where each cluster begins: one level of one head. Labels have been checked.
 void sort_members(const int64_t* labels, int64_t keys, int64_t clusters, int32_t* members, int32_t* bounds) {
   for (int64_t c = 0; c <= clusters; ++c) bounds[c] = 0;
   for (int64_t j = 0; j < keys; ++j) {
@@ -43,9 +64,53 @@ void sort_members(const int64_t* labels, int64_t keys, int64_t clusters, int32_t
     if (labels[j] >= 0) members[next[size_t(labels[j])]++] = int32_t(j);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attend(
-    Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own, Tensor alarm, Tensor pole_keys, Tensor pole_values,
-    Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor labels, Tensor shares, Tensor levels,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> summarise(Tensor k, Tensor v, Tensor labels,
+                                                                             Tensor mean, Tensor covariance,
+                                                                             int64_t clusters, double scale,
+                                                                             double faintest, double nothing) {
+  return with_type("k", k, [&]<class T>() {
+    STD_TORCH_CHECK(k.dim() == 4 && v.dim() == 4 && mean.dim() == 4, "k, v and mean must have 4 axes");
+    STD_TORCH_CHECK(clusters >= 1 && clusters < (int64_t(1) << 30), "clusters must be 1 to 2^30");
+    Poles<T> call{};
+    call.items = k.size(0), call.heads = k.size(1), call.keys = k.size(2), call.depth = k.size(3);
+    call.width = v.size(3), call.chunks = mean.size(2), call.clusters = clusters;
+    const int64_t b = call.items, h = call.heads, n = call.keys, every = clusters * call.chunks;
+    STD_TORCH_CHECK(n < (int64_t(1) << 30), "keys are numbered in 32 bits: at most 2^30 of them");
+    call.k = tokens<T>("k", k, b, h, n, call.depth);
+    call.v = tokens<T>("v", v, b, h, n, call.width);
+    call.mean = packed<T>("mean", mean, {b, h, call.chunks, call.depth});
+    call.covariance = packed<T>("covariance", covariance, {b, h, call.chunks, call.depth, call.depth});
+    call.labels = packed<int64_t>("labels", labels, {b, h, n});
+    call.scale = T(scale), call.faintest = T(faintest), call.nothing = T(nothing);
+    for (int64_t i = 0; i < b * h * n; ++i)
+      STD_TORCH_CHECK(call.labels[i] >= -1 && call.labels[i] < every, "labels holds a cluster beyond the last");
+    std::vector<int32_t> members(size_t(b * h * n)), bounds(size_t(b * h * (every + 1)));
+    call.members = members.data(), call.bounds = bounds.data();
+    Tensor pole_keys = fresh(k, {b, h, every, call.depth}, type_of<T>());
+    Tensor pole_values = fresh(k, {b, h, every, call.width}, type_of<T>());
+    Tensor offset = fresh(k, {b, h, every}, type_of<T>()), weight = fresh(k, {b, h, every}, type_of<T>());
+    Tensor spread = fresh(k, {b, h, every}, type_of<T>()), scatter = fresh(k, {b, h, every}, type_of<T>());
+    Tensor shares = fresh(k, {b, h, n}, type_of<T>());
+    call.pole_keys = pole_keys.mutable_data_ptr<T>(), call.pole_values = pole_values.mutable_data_ptr<T>();
+    call.offset = offset.mutable_data_ptr<T>(), call.weight = weight.mutable_data_ptr<T>();
+    call.spread = spread.mutable_data_ptr<T>(), call.scatter = scatter.mutable_data_ptr<T>();
+    call.shares = shares.mutable_data_ptr<T>();
+    torch::stable::parallel_for(0, b * h, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit) {
+        sort_members(call.labels + unit * n, n, every, members.data() + unit * n, bounds.data() + unit * (every + 1));
+        for (int64_t j = 0; j < n; ++j) call.shares[unit * n + j] = T(0);  // keys outside all clusters
+      }
+    });
+    const PoleKernels<T>& use = kernels().of<T>().poles;
+    in_parallel<T>(b * h * call.chunks, 1, use.scratch(call),
+                   [&](int64_t begin, int64_t end, T* scratch) { use.run(call, begin, end, scratch); });
+    return std::make_tuple(pole_keys, pole_values, offset, weight, spread, scatter, shares);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
+    Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own, Tensor mean, Tensor variance, Tensor pole_keys,
+    Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor labels, Tensor shares, Tensor levels,
     int64_t before, int64_t after, int64_t sinks, int64_t block, int64_t budget, bool second, bool by_mass, double cap,
     double scale) {
   return with_type("q", q, [&]<class T>() {
@@ -70,7 +135,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend(
       const bool steady = i % n == 0 || (call.own[i] >= call.own[i - 1] && call.own[i] <= call.own[i - 1] + 1);
       STD_TORCH_CHECK(steady, "own must grow by at most one from query to query");
     }
-    call.alarm = packed<T>("alarm", alarm, {b, h, n});
+    STD_TORCH_CHECK(mean.dim() == 4, "mean must have 4 axes");
+    call.means = mean.size(2);
+    call.mean = packed<T>("mean", mean, {b, h, call.means, call.depth});
+    call.variance = packed<T>("variance", variance, {b, h, call.means});
     call.pole_keys = packed<T>("pole_keys", pole_keys, {b, h, c, call.depth});
     call.pole_values = packed<T>("pole_values", pole_values, {b, h, c, call.width});
     call.offset = packed<T>("offset", offset, {b, h, c});
@@ -107,6 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend(
         for (int64_t j = 0; j < b * n; ++j)
           STD_TORCH_CHECK(call.own[j] / level.size <= chunks, "there are fewer chunks than the queries need");
     }
+    STD_TORCH_CHECK(!call.levels || call.means == describe[2], "there must be one mean per chunk of the first level");
     STD_TORCH_CHECK(base == c, "there must be one summary per cluster");
     torch::stable::parallel_for(0, b * h, 1, [&](int64_t begin, int64_t end) {
       for (int64_t unit = begin; unit < end; ++unit)
@@ -121,13 +190,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend(
     Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
     Tensor lse = fresh(q, {b, h, n}, type_of<T>());
     Tensor error = fresh(q, {b, h, n}, type_of<T>());
-    Tensor touched = fresh(q, {b, h, n}, ScalarType::Long);
+    Tensor read = fresh(q, {b, h, n}, ScalarType::Long), summaries = fresh(q, {b, h, n}, ScalarType::Long);
     call.out = out.mutable_data_ptr<T>(), call.lse = lse.mutable_data_ptr<T>();
-    call.error = error.mutable_data_ptr<T>(), call.touched = touched.mutable_data_ptr<int64_t>();
+    call.error = error.mutable_data_ptr<T>();
+    call.read = read.mutable_data_ptr<int64_t>(), call.summaries = summaries.mutable_data_ptr<int64_t>();
     const MultipoleKernels<T>& use = kernels().of<T>().multipole;
     in_parallel<T>(use.tasks(call), 1, use.scratch(call),
                    [&](int64_t begin, int64_t end, T* scratch) { use.forward(call, begin, end, scratch); });
-    return std::make_tuple(out, lse, error, touched);
+    return std::make_tuple(out, lse, error, read, summaries);
   });
 }
 
@@ -135,6 +205,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend(
 
 STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
   library.impl("kmeans", TORCH_BOX(&cluster));
+  library.impl("metric_rows", TORCH_BOX(&metric_rows));
+  library.impl("summaries", TORCH_BOX(&summarise));
   library.impl("multipole", TORCH_BOX(&attend));
 }
 

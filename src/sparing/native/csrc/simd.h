@@ -128,3 +128,42 @@ SPARING_INLINE Vec<double> exponential(Vec<double> x) {
   const IntVec<double> whole = reinterpret_cast<IntVec<double>>(shifted) - reinterpret_cast<IntVec<double>>(all(round));
   return tiny ? Vec<double>{} : p * reinterpret_cast<Vec<double>>((whole + 1023) << 52);
 }
+
+#if defined(__clang__)
+template <int...>
+struct Numbers {};
+template <int N, int... more>
+struct NumbersBelow : NumbersBelow<N - 1, N - 1, more...> {};
+template <int... all>
+struct NumbersBelow<0, all...> {
+  using type = Numbers<all...>;
+};
+#endif
+
+// a0 b0 a1 b1 ... of the first halves of two vectors, or of their second halves
+template <class T, int half>
+SPARING_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+  return [&]<int... i>(Numbers<i...>) {
+    return __builtin_shufflevector(a, b, (i / 2 + half * lanes<T> / 2 + i % 2 * lanes<T>)...);
+  }(typename NumbersBelow<lanes<T>>::type{});
+#else
+  IntVec<T> from;
+  for (int i = 0; i < lanes<T>; ++i) from[i] = i / 2 + half * lanes<T> / 2 + i % 2 * lanes<T>;
+  return __builtin_shuffle(a, b, from);
+#endif
+}
+
+// Rows become columns.
+template <class T>
+SPARING_INLINE void turn(Vec<T>* square) {
+  constexpr int N = lanes<T>;
+  Vec<T> turned[N];
+  for (int step = 1; step < N; step *= 2) {
+    for (int r = 0; r < N / 2; ++r) {
+      turned[2 * r] = interleave<T, 0>(square[r], square[r + N / 2]);
+      turned[2 * r + 1] = interleave<T, 1>(square[r], square[r + N / 2]);
+    }
+    for (int r = 0; r < N; ++r) square[r] = turned[r];
+  }
+}

@@ -103,31 +103,6 @@ SPARING_INLINE Vec<float> exponential_below(Vec<float> x) {
 
 SPARING_INLINE Vec<double> exponential_below(Vec<double> x) { return exponential(x); }
 
-#if defined(__clang__)
-template <int...>
-struct Numbers {};
-template <int N, int... more>
-struct NumbersBelow : NumbersBelow<N - 1, N - 1, more...> {};
-template <int... all>
-struct NumbersBelow<0, all...> {
-  using type = Numbers<all...>;
-};
-#endif
-
-// a0 b0 a1 b1 ... of the first halves of two vectors, or of their second halves
-template <class T, int half>
-SPARING_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
-#if defined(__clang__)
-  return [&]<int... i>(Numbers<i...>) {
-    return __builtin_shufflevector(a, b, (i / 2 + half * lanes<T> / 2 + i % 2 * lanes<T>)...);
-  }(typename NumbersBelow<lanes<T>>::type{});
-#else
-  IntVec<T> from;
-  for (int i = 0; i < lanes<T>; ++i) from[i] = i / 2 + half * lanes<T> / 2 + i % 2 * lanes<T>;
-  return __builtin_shuffle(a, b, from);
-#endif
-}
-
 // columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
 template <class T>
 void strip_columns(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
@@ -135,16 +110,10 @@ void strip_columns(const T* const* rows, int64_t count, int64_t depth, T factor,
   for (int64_t first = 0; first < kStrip<T>; first += N) {
     int64_t k = 0;
     for (; k + N <= depth; k += N) {
-      Vec<T> square[N], turned[N];
+      Vec<T> square[N];
       for (int r = 0; r < N; ++r)
         square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
-      for (int step = 1; step < N; step *= 2) {
-        for (int r = 0; r < N / 2; ++r) {
-          turned[2 * r] = interleave<T, 0>(square[r], square[r + N / 2]);
-          turned[2 * r + 1] = interleave<T, 1>(square[r], square[r + N / 2]);
-        }
-        for (int r = 0; r < N; ++r) square[r] = turned[r];
-      }
+      turn<T>(square);
       for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kStrip<T> + first, square[r]);
     }
     for (; k < depth; ++k)

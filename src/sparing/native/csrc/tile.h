@@ -126,12 +126,17 @@ void spread(const T* weights, int64_t count, const T* points, int64_t stride, T*
 // columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
 template <class T>
 void transpose(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
-  constexpr int64_t kLine = 64 / sizeof(T);  // entries of a row that share a cache line
-  for (int64_t first = 0; first < depth; first += kLine) {
-    const int64_t last = first + kLine < depth ? first + kLine : depth;
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t k = first; k < last; ++k) columns[k * kRows + r] = factor * rows[r][k];
-    for (int64_t r = count; r < kRows; ++r)
-      for (int64_t k = first; k < last; ++k) columns[k * kRows + r] = T(0);
+  constexpr int N = lanes<T>;
+  for (int64_t first = 0; first < kRows; first += N) {
+    int64_t k = 0;
+    for (; k + N <= depth; k += N) {
+      Vec<T> square[N];
+      for (int r = 0; r < N; ++r) square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
+      turn<T>(square);
+      for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kRows + first, square[r]);
+    }
+    for (; k < depth; ++k)
+      for (int r = 0; r < N; ++r)
+        columns[k * kRows + first + r] = first + r < count ? factor * rows[first + r][k] : T(0);
   }
 }

@@ -1,0 +1,119 @@
+// Summaries of clusters of keys (summaries in Python).
+
+template <class T>
+struct PoleMemory {
+  T *columns, *turned;  // [depth][kRows] what keys are away from their cluster's mean, and that times the covariance
+  const T** rows;       // [depth] of the covariance
+
+  int64_t lay_out(const Poles<T>& call, T* memory) {
+    columns = memory, turned = memory + call.depth * kRows;
+    rows = reinterpret_cast<const T**>(turned + call.depth * kRows);
+    return 2 * call.depth * kRows + call.depth * (int64_t(sizeof(void*)) / int64_t(sizeof(T)) + 1);
+  }
+};
+
+template <class T>
+int64_t poles_scratch(const Poles<T>& call) {
+  PoleMemory<T> memory{};
+  return memory.lay_out(call, nullptr);
+}
+
+// Weights, means and offset of one cluster; the values' spread.
+template <class T>
+void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t cluster, const int32_t* members,
+                      int64_t count) {
+  const int64_t unit = item * call.heads + head, at = unit * call.clusters * call.chunks + cluster;
+  const T* mean = call.mean + (unit * call.chunks + cluster / call.clusters) * call.depth;
+  T *key = call.pole_keys + at * call.depth, *value = call.pole_values + at * call.width;
+  T* shares = call.shares + unit * call.keys;
+  for (int64_t k = 0; k < call.depth; ++k) key[k] = T(0);
+  for (int64_t e = 0; e < call.width; ++e) value[e] = T(0);
+  T top = kNever<T>, weight = T(0), lean = T(0), scatter = T(0);
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = call.k.at(item, head, members[i]);
+    T dot = T(0);
+    for (int64_t k = 0; k < call.depth; ++k) dot += row[k] * mean[k];
+    shares[members[i]] = call.scale * dot;
+    top = shares[members[i]] > top ? shares[members[i]] : top;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const T log_share = shares[members[i]] - top;
+    const T share = exponential(all(log_share > call.faintest ? log_share : call.faintest))[0];
+    shares[members[i]] = share;
+    weight += share;
+    const T *k_row = call.k.at(item, head, members[i]), *v_row = call.v.at(item, head, members[i]);
+    for (int64_t k = 0; k < call.depth; ++k) key[k] += share * k_row[k];
+    for (int64_t e = 0; e < call.width; ++e) value[e] += share * v_row[e];
+  }
+  const T part = count ? T(1) / weight : T(1);
+  for (int64_t k = 0; k < call.depth; ++k) key[k] *= part, lean += mean[k] * key[k];
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = call.v.at(item, head, members[i]);
+    T far = T(0);
+    for (int64_t e = 0; e < call.width; ++e) far += (row[e] - value[e] * part) * (row[e] - value[e] * part);
+    scatter += shares[members[i]] * far;
+  }
+  call.weight[at] = weight;
+  call.offset[at] = count ? top - call.scale * lean : T(0);
+  call.scatter[at] = scatter * part;
+  call.spread[at] = T(0);
+}
+
+// The variance of the members' logits for an average query, many keys at a time.
+template <class T>
+void add_spreads(const Poles<T>& call, PoleMemory<T>& memory, int64_t item, int64_t head, int64_t chunk) {
+  const int64_t unit = item * call.heads + head, all_clusters = call.clusters * call.chunks;
+  const int32_t* bounds = call.bounds + unit * (all_clusters + 1);
+  const int32_t* members = call.members + unit * call.keys;
+  const T* covariance = call.covariance + (unit * call.chunks + chunk) * call.depth * call.depth;
+  for (int64_t k = 0; k < call.depth; ++k) memory.rows[k] = covariance + k * call.depth;
+  int64_t cluster = chunk * call.clusters;
+  const int64_t end = bounds[(chunk + 1) * call.clusters];
+  int64_t owner[kRows];
+  for (int64_t first = bounds[cluster]; first < end; first += kRows) {
+    const int64_t count = end - first < kRows ? end - first : kRows;
+    for (int64_t r = 0; r < count; ++r) {
+      while (bounds[cluster + 1] <= first + r) ++cluster;
+      owner[r] = unit * all_clusters + cluster;
+      const T *row = call.k.at(item, head, members[first + r]), *mean = call.pole_keys + owner[r] * call.depth;
+      for (int64_t k = 0; k < call.depth; ++k) memory.columns[k * kRows + r] = row[k] - mean[k];
+    }
+    for (int64_t r = count; r < kRows; ++r)
+      for (int64_t k = 0; k < call.depth; ++k) memory.columns[k * kRows + r] = T(0);
+    const int64_t used = padded<T>(count);
+    dots<T>(memory.rows, call.depth, call.depth, memory.columns, memory.turned, used);
+    for (int64_t r = 0; r < used; r += lanes<T>) {
+      Vec<T> total{};
+      for (int64_t k = 0; k < call.depth; ++k)
+        total += load<T>(memory.columns + k * kRows + r) * load<T>(memory.turned + k * kRows + r);
+      for (int64_t lane = 0; lane < lanes<T> && r + lane < count; ++lane)
+        call.spread[owner[r + lane]] += call.shares[unit * call.keys + members[first + r + lane]] * total[lane];
+    }
+  }
+}
+
+template <class T>
+void poles(const Poles<T>& call, int64_t begin, int64_t end, T* scratch) {
+  PoleMemory<T> memory{};
+  memory.lay_out(call, scratch);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t unit = task / call.chunks, chunk = task % call.chunks;
+    const int64_t item = unit / call.heads, head = unit % call.heads, every = call.clusters * call.chunks;
+    const int32_t* bounds = call.bounds + unit * (every + 1);
+    const int32_t* members = call.members + unit * call.keys;
+    const int64_t from = chunk * call.clusters, to = from + call.clusters;
+    for (int64_t c = from; c < to; ++c)
+      describe_cluster(call, item, head, c, members + bounds[c], bounds[c + 1] - bounds[c]);
+    add_spreads(call, memory, item, head, chunk);
+    for (int64_t c = from; c < to; ++c) {
+      const int64_t at = unit * every + c;
+      const T spread = call.scale * call.scale * call.spread[at];  // not a number where huge keys overflow
+      call.spread[at] = spread >= call.nothing * call.weight[at] ? spread / call.weight[at] : T(0);
+    }
+  }
+}
+
+template <class T>
+constexpr PoleKernels<T> pole_kernels() {
+  return {poles_scratch<T>, poles<T>};
+}
