@@ -1,0 +1,161 @@
+"""Multipole attention as users call it: growing sequences, padding, gradients, refusals."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparing
+from sparing.call import Call
+from sparing.draws import Draws
+from sparing.maths import poles
+from sparing.maths.clusters import Moments, moments
+from sparing.maths.packing import place_of_rank
+from sparing.maths.poles import Plan
+from sparing.methods import multipole as module
+from sparing.methods.multipole import Multipole, expand
+
+from inputs import Inputs, keys_mask, make, padding, run
+
+CAUSAL = pytest.mark.parametrize("causal", [False, True])
+SMALL = Multipole(clusters=5, keys=6, window=4, sinks=1, chunk=16)
+
+
+def planned(m: Multipole, x: Inputs, causal: bool, keep: Tensor | None = None) -> Plan:
+    """The clusters, valid keys first."""
+    k = x.k if keep is None else x.k.take_along_dim(place_of_rank(keep)[:, None, :, None], dim=2)
+    draws = Draws(0, torch.arange(x.q.shape[1]))
+    return m.plan(x.q, k, Call(scale=0.3, is_causal=causal, keep=keep, influence=keep, mask=None, draws=draws))
+
+
+def same_prefix(x: Inputs, y: Inputs, n: int) -> None:
+    """Two causal calls agree in the first n rows, and in the clusters of chunks that end there or before."""
+    before, after = planned(SMALL, x, True), planned(SMALL, y, True)
+    for a, b in zip(before.levels, after.levels):
+        ended = n // a.size * a.size
+        assert torch.equal(a.labels[:, :, :ended], b.labels[:, :, :ended])
+        for name in ("mean", "second"):
+            torch.testing.assert_close(
+                getattr(a.known, name)[:, :, : n // a.size], getattr(b.known, name)[:, :, : n // a.size]
+            )
+    found, wanted = (run(SMALL, z, is_causal=True)[:, :, :n] for z in (x, y))
+    if x.n_q == y.n_q:
+        assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def later(x: Inputs, n: int) -> Inputs:
+    """Other tokens from position n on."""
+    other = make(SMALL, n_q=x.n_q, dtype=torch.float64, seed=99, sharpness=9.0)
+    return Inputs(*(torch.cat([a[:, :, :n], b[:, :, n:]], dim=2) for a, b in zip(x.leaves(), other.leaves())))
+
+
+def test_later_tokens_change_nothing_before(monkeypatch):
+    x = make(SMALL, n_q=75, dtype=torch.float64, sharpness=3.0)
+    for n in (1, 15, 16, 17, 38, 64, 74):
+        same_prefix(x, later(x, n), n)
+
+    def peeking(q: Tensor, counts: Tensor, size: int) -> Moments:
+        every = moments(q, counts, size)
+        return every.at(torch.full((every.mean.shape[2],), -1))
+
+    monkeypatch.setattr(poles, "moments", peeking)  # control: the metric of all queries, also of those to come
+    with pytest.raises(AssertionError):
+        same_prefix(x, later(x, 38), 38)
+
+
+def test_a_longer_sequence_keeps_its_clusters_and_rows():
+    x = make(SMALL, n_q=75, dtype=torch.float64, sharpness=3.0)
+    for n in (3, 4, 16, 31, 47, 64, 70):
+        same_prefix(x.tokens(slice(0, n)), x, n)
+    assert planned(SMALL, x.tokens(slice(0, 3)), True).levels == ()
+    blocks, chunks = planned(SMALL, x, True).levels
+    assert (blocks.chunks, blocks.size, chunks.chunks, chunks.size) == (18, 4, 4, 16)
+    assert bool((blocks.labels[:, :, 72:] == -1).all())
+    assert bool((blocks.labels[:, :, 0] == -1).all()), "a sink is in no cluster"
+
+
+@CAUSAL
+@pytest.mark.parametrize("kind", ["left", "right", "both", "holes"])
+def test_padding_leaves_the_clusters_alone(kind, causal):
+    x, keep = make(SMALL, n_q=70, dtype=torch.float64), padding(kind, 2, 70)
+    whole = planned(SMALL, x, causal, keep)
+    for b in range(2):
+        index = keep[b].nonzero().flatten()
+        alone = planned(SMALL, x.item(slice(b, b + 1)).tokens(index), causal)
+        assert len(alone.levels) == 1 + causal
+        for padded, packed in zip(whole.levels, alone.levels):
+            used = packed.chunks * packed.size
+            assert torch.equal(padded.labels[b, :, :used], packed.labels[0, :, :used])
+            assert bool((padded.labels[b, :, len(index) :] == -1).all())
+        assert torch.equal(whole.own[b, index], alone.own[0])
+        torch.testing.assert_close(whole.alarm[b, :, index], alone.alarm[0])
+
+
+@CAUSAL
+def test_gradient_of_fixed_clusters(causal, monkeypatch):
+    m = Multipole(clusters=3, keys=3, window=2, sinks=1, chunk=8, order=1)
+    x = make(m, batch=1, heads=1, n_q=13, d=3, e=2, dtype=torch.float64)
+    keep = None if causal else torch.arange(13)[None] != 4
+    mask = None if keep is None else keys_mask(keep)
+    plans, choices, plan = [], [], Multipole.plan
+
+    def kept(*args) -> Plan:
+        plans.append(plan(*args))
+        return plans[0]
+
+    def chosen(*args) -> Tensor:
+        choices.append(expand(*args))
+        return choices[0]
+
+    monkeypatch.setattr(Multipole, "plan", kept)
+    monkeypatch.setattr(module, "expand", chosen)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = sparing.attention(q, k, v, mask, is_causal=causal, method=m, seed=0, impl="reference")
+        return out if keep is None else out[:, :, keep[0]]
+
+    leaves = [t.clone().requires_grad_() for t in x.leaves()]
+    attend(*leaves)
+    assert bool(choices[0].any())
+    assert not bool(choices[0].all())
+    assert torch.autograd.gradcheck(attend, leaves)
+    if keep is not None:
+        grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves)
+        assert all(not bool(g[:, :, 4].any()) and bool(g[:, :, 5].any()) for g in grads)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("clusters=0", "clusters=0 must be at least 1"),
+        ("clusters=-3", "clusters=-3 must be at least 1"),
+        ("clusters=0.0", r"clusters=0\.0 as a ratio must be above 0 and at most 1"),
+        ("clusters=1.5", r"clusters=1\.5 as a ratio must be above 0 and at most 1"),
+        ("clusters=True", "clusters=True must be of type int or float"),
+        ("clusters=many", "clusters='many' must be of type int or float"),
+        ("window=5", "window=5 must be even"),
+        ("window=-2", "window=-2 must be at least 0"),
+        ("chunk=30", "chunk=30 must be a multiple of 4"),
+        ("chunk=0", "chunk=0 must be at least 4"),
+        ("keys=-1", "keys=-1 must be at least 0"),
+        ("cap=0", r"cap=0 must be above 0\.0"),
+        ("cap=1e999", "cap=inf must be finite"),
+        ("order=3", "order=3 is not one of 1, 2"),
+        ("select=values", "select='values' is not one of 'error', 'mass'"),
+        ("steps=-1", "steps=-1 must be at least 0"),
+    ],
+)
+def test_refuses_bad_settings(setting, message):
+    with pytest.raises((ValueError, TypeError), match=f"multipole: {message}"):
+        sparing.method(f"multipole({setting})")
+
+
+def test_a_spec_keeps_a_number_of_clusters_and_a_ratio_apart():
+    for clusters, of_40 in ((7, 7), (1, 1), (64, 40), (0.25, 10), (1.0, 40), (0.001, 1)):
+        m = Multipole(clusters=clusters, keys=5, cap=1.5)
+        back = sparing.method(str(m))
+        assert back == m
+        assert isinstance(back, Multipole)
+        assert type(back.clusters) is type(clusters)
+        assert back.clusters_of(40) == of_40
+        assert back.clusters_of(0) == 1
