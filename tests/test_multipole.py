@@ -103,6 +103,23 @@ def test_equal_keys_need_no_expansion(causal):
         agrees(inside(m, almost, is_causal=causal)[0], exact_for(almost, is_causal=causal))
 
 
+@CAUSAL
+def test_what_is_not_worth_a_key_is_read_when_all_keys_fit(causal):
+    x = leaning(40)
+    x = replace(x, q=torch.zeros_like(x.q))  # tells no keys apart: summaries are right, and predicted to be
+    seen = torch.arange(1, 41) if causal else torch.full((40,), 40)
+    few, all_keys = (
+        inside(Multipole(clusters=3, keys=keys, window=0, chunk=16), x, is_causal=causal) for keys in (9, 40)
+    )
+    for out, _, error, _, _ in (few, all_keys):
+        agrees(out, exact_for(x, is_causal=causal))
+        assert not error.any()
+    assert bool((all_keys[3] == seen).all())
+    assert bool(all_keys[4].all())
+    assert int(few[3].max()) < 20
+    assert not bool(few[4][..., -1].any()), "right, but not every key was read"
+
+
 class AroundZero(Multipole):
     """Broken: summaries expanded around q = 0, with plain means."""
 

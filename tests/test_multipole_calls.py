@@ -1,5 +1,7 @@
 """Multipole attention as users call it: growing sequences, padding, gradients, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,18 +72,21 @@ def test_a_longer_sequence_keeps_its_clusters_and_rows():
     assert planned(SMALL, x.tokens(slice(0, 3)), True).levels == ()
     blocks, chunks = planned(SMALL, x, True).levels
     assert (blocks.chunks, blocks.size, chunks.chunks, chunks.size) == (18, 4, 4, 16)
+    assert (blocks.clusters, chunks.clusters) == (2, 5)
     assert bool((blocks.labels[:, :, 72:] == -1).all())
     assert bool((blocks.labels[:, :, 0] == -1).all()), "a sink is in no cluster"
 
 
 @CAUSAL
+@pytest.mark.parametrize("clusters", [5, 0.3])
 @pytest.mark.parametrize("kind", ["left", "right", "both", "holes"])
-def test_padding_leaves_the_clusters_alone(kind, causal):
-    x, keep = make(SMALL, n_q=70, dtype=torch.float64), padding(kind, 2, 70)
-    whole = planned(SMALL, x, causal, keep)
+def test_padding_leaves_the_clusters_alone(kind, clusters, causal):
+    m = replace(SMALL, clusters=clusters)
+    x, keep = make(m, n_q=70, dtype=torch.float64), padding(kind, 2, 70)
+    whole = planned(m, x, causal, keep)
     for b in range(2):
         index = keep[b].nonzero().flatten()
-        alone = planned(SMALL, x.item(slice(b, b + 1)).tokens(index), causal)
+        alone = planned(m, x.item(slice(b, b + 1)).tokens(index), causal)
         assert len(alone.levels) == 1 + causal
         for padded, packed in zip(whole.levels, alone.levels):
             used = packed.chunks * packed.size
@@ -89,6 +94,15 @@ def test_padding_leaves_the_clusters_alone(kind, causal):
             assert bool((padded.labels[b, :, len(index) :] == -1).all())
         assert torch.equal(whole.own[b, index], alone.own[0])
         torch.testing.assert_close(whole.alarm[b, :, index], alone.alarm[0])
+
+
+@CAUSAL
+def test_masked_queries_do_not_move_the_clusters(causal):
+    x, real = make(SMALL, n_q=70, dtype=torch.float64), padding("holes", 2, 70)
+    spoiled = replace(x, q=x.q.masked_fill(~real[:, None, :, None], 50.0))
+    out, other = (run(SMALL, y, query_mask=real, is_causal=causal) for y in (x, spoiled))
+    assert torch.equal(out, other)
+    assert not torch.equal(*(run(SMALL, y, is_causal=causal)[:, :, 69:] for y in (x, spoiled)))  # control
 
 
 @CAUSAL
