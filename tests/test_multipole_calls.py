@@ -93,7 +93,6 @@ def test_padding_leaves_the_clusters_alone(kind, clusters, causal):
             assert torch.equal(padded.labels[b, :, :used], packed.labels[0, :, :used])
             assert bool((padded.labels[b, :, len(index) :] == -1).all())
         assert torch.equal(whole.own[b, index], alone.own[0])
-        torch.testing.assert_close(whole.alarm[b, :, index], alone.alarm[0])
 
 
 @CAUSAL
@@ -143,8 +142,9 @@ def test_gradient_of_fixed_clusters(causal, monkeypatch):
     [
         ("clusters=0", "clusters=0 must be at least 1"),
         ("clusters=-3", "clusters=-3 must be at least 1"),
-        ("clusters=0.0", r"clusters=0\.0 as a ratio must be above 0 and at most 1"),
-        ("clusters=1.5", r"clusters=1\.5 as a ratio must be above 0 and at most 1"),
+        ("clusters=0.0", r"clusters=0\.0 as a ratio must be above 0 and below 1"),
+        ("clusters=1.0", r"clusters=1\.0 as a ratio must be above 0 and below 1"),
+        ("clusters=1.5", r"clusters=1\.5 as a ratio must be above 0 and below 1"),
         ("clusters=True", "clusters=True must be of type int or float"),
         ("clusters=many", "clusters='many' must be of type int or float"),
         ("window=5", "window=5 must be even"),
@@ -165,7 +165,7 @@ def test_refuses_bad_settings(setting, message):
 
 
 def test_a_spec_keeps_a_number_of_clusters_and_a_ratio_apart():
-    for clusters, of_40 in ((7, 7), (1, 1), (64, 40), (0.25, 10), (1.0, 40), (0.001, 1)):
+    for clusters, of_40 in ((7, 7), (1, 1), (64, 40), (0.25, 10), (0.999, 40), (0.001, 1)):
         m = Multipole(clusters=clusters, keys=5, cap=1.5)
         back = sparing.method(str(m))
         assert back == m

@@ -176,7 +176,7 @@ def test_opcheck():
         ({"own": 2 * torch.arange(20).repeat(2, 2)}, "own"),
         ({"labels": torch.full((1, 2, 2, 40), 99)}, "labels"),
         ({"shares": torch.randn(1, 2, 2, 39)}, "shares"),
-        ({"levels": torch.tensor([[40, 11, 1]])}, r"summary|mean"),
+        ({"levels": torch.tensor([[40, 13, 1]])}, "summary"),
         ({"levels": torch.tensor([[0, 12, 1]])}, "levels"),
         ({"levels": torch.zeros(0, 3, dtype=torch.long)}, "level"),
         ({"weight": torch.randn(2, 2, 11)}, "weight"),
@@ -194,7 +194,9 @@ def test_sizes_are_checked_in_the_kernel(change, word):
 
 def test_fewer_chunks_than_the_queries_need_are_an_error():
     call = whole_call(causal=True)
-    short = {name: call[name][:, :, :6] for name in ("pole_keys", "pole_values", "offset", "weight", "spread", "scatter")}
+    short = {
+        name: call[name][:, :, :6] for name in ("pole_keys", "pole_values", "offset", "weight", "spread", "scatter")
+    }
     call |= {name: x.contiguous() for name, x in short.items()} | {"labels": call["labels"].clamp_max(5)}
     call |= {"mean": call["mean"][:, :, :2].contiguous(), "variance": call["variance"][:, :, :2].contiguous()}
     with pytest.raises(RuntimeError, match="fewer chunks"):

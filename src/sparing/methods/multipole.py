@@ -28,10 +28,10 @@ class Multipole(Method):
                                   l_ij = s (q_i.K_c + q0.(k_j - K_c)) + min(a_ic, cap) / 2 if j is in another cluster c
 
     Keys are clustered by k-means in the metric of the queries; q0 is the mean query, K_c a cluster's mean key. The
-    members of a cluster share what depends on q_i, so that a query reads one summary for all of them. a_ic is the
-    predicted variance of the logits of c. Within a cluster exp(s q0.k_j) is at least e^-8 of its largest. Each query expands the clusters of the largest predicted error of the
-    *output*, (mass of c) * sqrt(expm1(min(a_ic, cap))) * (spread of the values of c), until `keys` keys are spent. A
-    budget of all keys is exact attention.
+    members of a cluster share what depends on q_i, so that a query reads one summary for all of them (within a cluster
+    exp(s q0.k_j) is taken to be at least e^-8 of the largest). a_ic is the predicted variance of the logits of c. Each
+    query expands the clusters of the largest predicted error of the *output*, (mass of c) * sqrt(expm1(min(a_ic, cap)))
+    * (spread of the values of c), until `keys` keys are spent. A budget of all keys is exact attention.
 
     Causal: keys are clustered once a chunk is complete, knowing the queries up to its end, and a quarter of a chunk
     at a time before; a query sees its own quarter exactly. Nothing is clustered twice as the sequence grows.

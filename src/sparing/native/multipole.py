@@ -17,8 +17,8 @@ schemas.define(
 schemas.define("metric_rows(Tensor k, Tensor factor, Tensor valid, int limit) -> Tensor")
 schemas.define(
     "summaries(Tensor k, Tensor v, Tensor labels, Tensor mean, Tensor covariance, int clusters, float scale,"
-    " float faintest, float nothing) -> (Tensor keys, Tensor values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter,"
-    " Tensor shares)"
+    " float faintest, float nothing) -> (Tensor keys, Tensor values, Tensor offset, Tensor weight, Tensor spread,"
+    " Tensor scatter, Tensor shares)"
 )
 schemas.define(
     "multipole(Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own, Tensor mean, Tensor variance, Tensor pole_keys,"
@@ -68,7 +68,8 @@ def summaries(
     """Mean keys (B, H, C, d), sums of the values (B, H, C, e), offset, weight, spread, scatter; weights (B, H, n_k).
 
     labels: (B, H, n_k), -1 for keys outside all clusters. mean, covariance: (B, H, T, d) and (B, H, T, d, d) of the
-    queries. clusters: of each of T chunks. faintest: least log-weight; nothing: least spread that is not taken for zero. As `sparing.maths.poles.summarise`; there is no gradient.
+    queries. clusters: of each of T chunks. faintest: least log-weight. nothing: least spread that is not taken for
+    zero. As `sparing.maths.poles.summarise`; there is no gradient.
     """
     k, v = adjacent(k), adjacent(v)
     tensors = (t.contiguous() for t in (labels, mean, covariance))
