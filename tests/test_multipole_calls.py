@@ -173,3 +173,15 @@ def test_a_spec_keeps_a_number_of_clusters_and_a_ratio_apart():
         assert type(back.clusters) is type(clusters)
         assert back.clusters_of(40) == of_40
         assert back.clusters_of(0) == 1
+
+
+@CAUSAL
+def test_cost_follows_what_was_read(causal):
+    x = make(SMALL, n_q=75)
+    facts = sparing.inspect(x.q, x.k, x.value, method=SMALL, is_causal=causal, seed=0).statistics
+    shape = sparing.Shape(batch=2, heads=2, queries=75, keys=75, head_dim=8, value_dim=6, causal=causal)
+    guess, known = SMALL.cost(shape), SMALL.cost(shape, facts)
+    assert known.keys == float(facts["touched"].double().mean())
+    assert 0.5 < guess.keys / known.keys < 2
+    assert 0.5 < guess.flops / known.flops < 2
+    assert SMALL.cost(shape, {"touched": 2 * facts["touched"]}).flops > known.flops

@@ -23,6 +23,8 @@ ENCODER = (
     "window(size=64, sinks=1)", "window(size=128, sinks=1)", "window(size=256, sinks=1)",
     "nystrom(landmarks=16)", "nystrom(landmarks=64)", "nystrom(landmarks=128)",
     "lsh(rounds=4, chunk=16)", "lsh(rounds=4, chunk=32)", "lsh(rounds=4, chunk=64)",
+    "multipole(clusters=32, keys=32, window=16)", "multipole(clusters=64, keys=76, window=16)",
+    "multipole(clusters=64, keys=160, window=16)",
     "random_features(features=64)", "random_features(features=256)", "random_features(features=1024)",
     "monte_carlo(alpha=0.1)", "monte_carlo(alpha=0.2)", "monte_carlo(alpha=0.4)",
     "monte_carlo(alpha=0.1, samples=shared)", "monte_carlo(alpha=0.2, samples=shared)",
@@ -38,6 +40,8 @@ ENCODER = (
 DECODER = (
     "window(size=256)", "window(size=512)", "window(size=1024)",
     "window(size=256, sinks=4)", "window(size=512, sinks=4)", "window(size=1024, sinks=4)",
+    "multipole(clusters=32, keys=32, window=16, sinks=4)", "multipole(clusters=32, keys=80, window=16, sinks=4)",
+    "multipole(clusters=32, keys=160, window=16, sinks=4)",
     "top_keys(keys=8)", "top_keys(keys=16)", "top_keys(keys=32)", "top_keys(keys=65)",
     "value_aware(keys=8)", "value_aware(keys=16)", "value_aware(keys=32)", "value_aware(keys=65)",
 )  # fmt: skip

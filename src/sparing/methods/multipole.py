@@ -206,7 +206,9 @@ class Multipole(Method):
         poles_seen = each * (n / max(together, 1) / 2 if shape.causal else 1)
         near = (self.window + self.sinks + self.chunk / BLOCKS / 2) if shape.causal else self.window + 2 * self.sinks
         exact = min(self.keys + near, n / 2 if shape.causal else n)
-        touched = min(poles_seen + exact, float(n)) if statistics is None else float(statistics["touched"].mean())
+        touched = min(poles_seen + exact, float(n))
+        if statistics is not None and "touched" in statistics:
+            touched = float(statistics["touched"].double().mean())
         work = shape.queries * (touched * (2 * d + 2 * e + 1) + 6 * poles_seen)
         held = n * (d + e) / max(together, 1) * each + n * (d + 8) + shape.queries * e
         return Cost(units * (work + clustering) + shape.projection_flops, 4.0 * units * held, touched)

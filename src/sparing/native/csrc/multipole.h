@@ -111,6 +111,9 @@ struct FarMask {
   const Int<T>* place;
   const Int<T>* own;
   Int<T> before, after;
+  Int<T> low, high;  // keys that some lane looks at anyway
+
+  SPARING_INLINE bool open(int64_t c) const { return place[c] < low || place[c] > high; }
 
   SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
     const IntVec<T> mine = load<Int<T>>(own + r);
@@ -330,6 +333,7 @@ struct MultipoleBlock {
         IntVec<T> which = Int<T>(-1) - IntVec<T>{};
         for (int64_t c = 0; c < shown; ++c) {
           const Vec<T> worth = load<T>(memory.worth + c * kRows + r);
+          if (!held<T>(worth > best)) continue;
           const IntVec<T> better = (worth > best) & (left(c, r) <= budget);
           best = better ? worth : best;
           which = better ? Int<T>(c) - IntVec<T>{} : which;
@@ -494,6 +498,9 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
         own[r] = Int<T>(call.own[item * call.queries + query]);
         if (r < count) queries[r] = call.q.at(item, head, query);
       }
+      Int<T> low = own[0], high = own[0];
+      for (int64_t r = 1; r < count; ++r) low = own[r] < low ? own[r] : low, high = own[r] > high ? own[r] : high;
+      low -= Int<T>(call.before), high += Int<T>(call.after);
       block.use(count);
       transpose<T>(queries, count, call.depth, call.scale, block.queries);
       start(block);
@@ -507,7 +514,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
         if (call.before < 0) {
           absorb(block, keys, values, found, SeesAll{});
         } else {
-          absorb(block, keys, values, found, FarMask<T>{place, own, Int<T>(call.before), Int<T>(call.after)});
+          absorb(block, keys, values, found, FarMask<T>{place, own, Int<T>(call.before), Int<T>(call.after), low, high});
         }
       }
       merge(block, count, call.width, memory.absorbed, [&](int64_t r) { return memory.sorted[from + r]; });

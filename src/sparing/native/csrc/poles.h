@@ -18,6 +18,30 @@ int64_t poles_scratch(const Poles<T>& call) {
   return memory.lay_out(call, nullptr);
 }
 
+template <class T>
+SPARING_INLINE T dot(const T* a, const T* b, int64_t count) {
+  Vec<T> sums{};
+  int64_t i = 0;
+  for (; i + lanes<T> <= count; i += lanes<T>) sums += load<T>(a + i) * load<T>(b + i);
+  T total = sum<T>(sums);
+  for (; i < count; ++i) total += a[i] * b[i];
+  return total;
+}
+
+// |a - factor * b|^2
+template <class T>
+SPARING_INLINE T distance(const T* a, const T* b, T factor, int64_t count) {
+  Vec<T> sums{};
+  int64_t i = 0;
+  for (; i + lanes<T> <= count; i += lanes<T>) {
+    const Vec<T> away = load<T>(a + i) - factor * load<T>(b + i);
+    sums += away * away;
+  }
+  T total = sum<T>(sums);
+  for (; i < count; ++i) total += (a[i] - factor * b[i]) * (a[i] - factor * b[i]);
+  return total;
+}
+
 // Weights, means and offset of one cluster; the values' spread.
 template <class T>
 void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t cluster, const int32_t* members,
@@ -28,12 +52,9 @@ void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t 
   T* shares = call.shares + unit * call.keys;
   for (int64_t k = 0; k < call.depth; ++k) key[k] = T(0);
   for (int64_t e = 0; e < call.width; ++e) value[e] = T(0);
-  T top = kNever<T>, weight = T(0), lean = T(0), scatter = T(0);
+  T top = kNever<T>, weight = T(0), scatter = T(0);
   for (int64_t i = 0; i < count; ++i) {
-    const T* row = call.k.at(item, head, members[i]);
-    T dot = T(0);
-    for (int64_t k = 0; k < call.depth; ++k) dot += row[k] * mean[k];
-    shares[members[i]] = call.scale * dot;
+    shares[members[i]] = call.scale * dot<T>(call.k.at(item, head, members[i]), mean, call.depth);
     top = shares[members[i]] > top ? shares[members[i]] : top;
   }
   for (int64_t i = 0; i < count; ++i) {
@@ -46,15 +67,11 @@ void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t 
     for (int64_t e = 0; e < call.width; ++e) value[e] += share * v_row[e];
   }
   const T part = count ? T(1) / weight : T(1);
-  for (int64_t k = 0; k < call.depth; ++k) key[k] *= part, lean += mean[k] * key[k];
-  for (int64_t i = 0; i < count; ++i) {
-    const T* row = call.v.at(item, head, members[i]);
-    T far = T(0);
-    for (int64_t e = 0; e < call.width; ++e) far += (row[e] - value[e] * part) * (row[e] - value[e] * part);
-    scatter += shares[members[i]] * far;
-  }
+  for (int64_t k = 0; k < call.depth; ++k) key[k] *= part;
+  for (int64_t i = 0; i < count; ++i)
+    scatter += shares[members[i]] * distance<T>(call.v.at(item, head, members[i]), value, part, call.width);
   call.weight[at] = weight;
-  call.offset[at] = count ? top - call.scale * lean : T(0);
+  call.offset[at] = count ? top - call.scale * dot<T>(mean, key, call.depth) : T(0);
   call.scatter[at] = scatter * part;
   call.spread[at] = T(0);
 }

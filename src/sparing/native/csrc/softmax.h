@@ -61,7 +61,8 @@ void start(Block<T>& block) {
 }
 
 // What a block sees of a tile of keys. masks: whether mask(key, first lane) has to be asked, true in the lanes that see
-// the key. trim(), where there is one: narrows the range of keys to those that some lane of a strip sees.
+// the key. trim(), where there is one: narrows the range of keys to those that some lane of a strip sees. open(), where
+// there is one: whether all lanes see the key.
 struct SeesAll {
   static constexpr bool masks = false;
 };
@@ -84,11 +85,14 @@ SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, Range r
   dots_strip<T>(keys + range.begin, range.end - range.begin, block.depth, block.queries + strip,
                 block.scores + range.begin * kRows + strip);
   if constexpr (Mask::masks)
-    for (int64_t c = range.begin; c < range.end; ++c)
+    for (int64_t c = range.begin; c < range.end; ++c) {
+      if constexpr (requires { mask.open(c); })
+        if (mask.open(c)) continue;
       for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
         T* at = block.scores + c * kRows + r;
         store<T>(at, mask(c, r) ? load<T>(at) : all(kNever<T>));
       }
+    }
 }
 
 // Adds the values of `count` <= kKeys keys, each with weight exp(score), to what the block has seen.
