@@ -185,3 +185,14 @@ def test_cost_follows_what_was_read(causal):
     assert 0.5 < guess.keys / known.keys < 2
     assert 0.5 < guess.flops / known.flops < 2
     assert SMALL.cost(shape, {"touched": 2 * facts["touched"]}).flops > known.flops
+
+
+def test_predicted_variances_are_constants_of_the_gradient():
+    x = make(SMALL, n_q=40, dtype=torch.float64)
+    q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.value))
+    plan = planned(SMALL, replace(x, q=q, k=k), False)
+    pole = poles.summarise(k, v, plan.levels[0], 0.25)
+    assert pole.keys.requires_grad
+    assert pole.values.requires_grad
+    constants = (poles.alarm(q, plan, slice(0, 40)), pole.spread, pole.scatter, plan.levels[0].known.mean)
+    assert not any(t.requires_grad for t in constants)

@@ -53,7 +53,7 @@ class Plan:
     def open(self, level: int, chunk: Tensor, own: Tensor) -> Tensor:
         """Whether a query, whose key has the rank `own`, sees the clusters of this chunk of a level."""
         if self.block is None:
-            return (chunk >= 0) | (own < 0)
+            return torch.ones_like(chunk + own, dtype=torch.bool)
         if level == 1:
             return chunk < own // (self.block * BLOCKS)
         # The clusters of blocks stand in for those of the chunk that is not complete.
@@ -132,6 +132,7 @@ def _level(
     return Level(size, clusters, labels, known)
 
 
+@torch.no_grad()
 def alarm(q: Tensor, plan: Plan, rows: slice) -> Tensor:
     """|q - q0|^2 over its mean, (B, H, rows): what the variance of a cluster's logits is proportional to."""
     known, own = plan.levels[0].known, plan.own[:, rows]
