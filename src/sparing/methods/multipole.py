@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.maths import dense, poles
 from sparing.maths.clusters import Rows, cluster, largest_number
+from sparing.maths.derivatives import once_differentiable
 from sparing.maths.packing import place_of_rank
 from sparing.maths.poles import BLOCKS, Plan, Poles
 from sparing.method import Cost, Method, Shape, Supports, knob, method
@@ -179,10 +181,12 @@ class Multipole(Method):
         return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):  # the kernels have no gradient
-            return None
         if self.keys >= k.shape[2] and not call.noted:
             return method("exact").native(q, k, v, call)
+        return _ByKernel.apply(q, k, v, self, call)
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`reference` by kernels, without a gradient."""
         k, v = _valid_first(k, v, call)
         plan = self.plan(q, k, call, native_cluster)
         before, after = self.sides(q.shape[2], k.shape[2], call.is_causal)
@@ -212,6 +216,26 @@ class Multipole(Method):
         work = shape.queries * (touched * (2 * d + 2 * e + 1) + 6 * poles_seen)
         held = n * (d + e) / max(together, 1) * each + n * (d + 8) + shape.queries * e
         return Cost(units * (work + clustering) + shape.projection_flops, 4.0 * units * held, touched)
+
+
+class _ByKernel(torch.autograd.Function):
+    """`Multipole.by_kernel`; the gradient, with the same clusters, by plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Multipole, call: Call) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.method, ctx.call = method, call
+        return method.by_kernel(q, k, v, call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        asked = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(a) for t, a in zip(ctx.saved_tensors, asked, strict=True)]
+            out = ctx.method.reference(*leaves, replace(ctx.call, statistics=None))
+        found = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad))
+        return (*(next(found) if a else None for a in asked), None, None)
 
 
 def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
