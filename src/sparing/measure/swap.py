@@ -36,7 +36,7 @@ ENCODER = (
     "sampled(samples=16)", "sampled(samples=64)", "sampled(samples=256)",
 )  # fmt: skip
 
-#: A window of `size` shows a causal model size / 2 earlier keys.
+#: A causal window of `size` shows `size` earlier keys.
 DECODER = (
     "window(size=256)", "window(size=512)", "window(size=1024)",
     "window(size=256, sinks=4)", "window(size=512, sinks=4)", "window(size=1024, sinks=4)",
