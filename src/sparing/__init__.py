@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from sparing import methods as _methods  # noqa: F401  (registers the methods)
 from sparing import nn, oracles
 from sparing.attention import Inspection, attention, inspect
+from sparing.index import Index
 from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, method, methods
 from sparing.spec import split_specs
 from sparing.version import __version__
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cost",
+    "Index",
     "Inspection",
     "Method",
     "Projection",

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from sparing.spec import parse
 
 if TYPE_CHECKING:
     from sparing.call import Call
+    from sparing.draws import Draws
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Supports:
     lse: bool = False  #: `inspect()` also returns the log-sum-exp of the logits, so that parts can be merged
     stochastic: bool = False  #: the result depends on `seed`
     position_based: bool = False  #: the order of the tokens matters, beyond `is_causal`
+    decode: bool = False  #: `sparing.Index`: new queries continue a cache
     training_free: bool = False  #: meant for weights that were trained with softmax attention
 
 
@@ -94,6 +96,27 @@ class Shape:
     def projection_flops(self) -> float:
         """FLOPs of projecting the values, all key-value heads."""
         return 2.0 * self.batch * self.keys * (self.in_features or 0) * (self.kv_heads or self.heads) * self.value_dim
+
+
+class Past(Protocol):
+    """What a method keeps of sequences that grow. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
+
+    fresh: (B, n_q), False for new positions that are padding; None: none is. length: positions before these.
+    """
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attention of the newest queries, and what `inspect()` would note; then `learn`."""
+
+    def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
+        """Take in new positions."""
+
+    def crop(self, length: int, k: Tensor, v: Tensor) -> None:
+        """Forget positions from `length` on."""
+
+    def select(self, items: Tensor) -> None:
+        """Go on with these items of the batch."""
 
 
 class Cost(NamedTuple):
@@ -186,6 +209,27 @@ class Method:
         For patterns fixed by position: an infinite or NaN key spoils only the rows that reach it.
         """
         return None
+
+    def covers(self, n_k: int) -> bool:
+        """Whether this setting of the budget holds all of so many keys, so that a call may as well be exact."""
+        return False
+
+    def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past | None:
+        """What the method keeps of a growing sequence, for tensors like these (k, v with their own heads); None: nothing.
+
+        A method that decodes has this, or `step`.
+        """
+        return None
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Causal attention of the last positions, and what `inspect()` would note.
+
+        q: (B, H, n_q, d) of the last n_q positions. k, v: (B, H_kv, n, .). keep: (B, n), False for padded keys; rows of
+        padding give zeros.
+        """
+        raise NotImplementedError
 
     def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:
         """The learned state that `sparing.nn` keeps for this method, or None."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparing.draws import Draws
+from sparing.native import multipole as native
 
 _RIDGE = 1e-3  # of the mean eigenvalue, added to M: directions that no query asked for still count a little
 _DIGITS = 22  # bits of the largest sum of products
@@ -46,11 +47,29 @@ class Rows(NamedTuple):
     counts: Tensor  # (..., m) boolean: False in slots that are not used
 
 
+class Sums(NamedTuple):
+    """What `Moments` are made of."""
+
+    total: Tensor  # (B, 1, T, 1) rows
+    first: Tensor  # (B, H, T, d)
+    second: Tensor  # (B, H, T, d, d)
+
+    @property
+    def moments(self) -> Moments:
+        total = self.total.clamp_min(1)
+        return Moments(self.first / total, self.second / total.unsqueeze(-1))
+
+
 def moments(q: Tensor, counts: Tensor, size: int) -> Moments:
     """Of q (B, H, T * size, d), for the end of each of T chunks. counts: (B, T * size), False for rows to leave out."""
+    return sums(q, counts, size).moments
+
+
+def sums(q: Tensor, counts: Tensor, size: int) -> Sums:
+    """The same before the division."""
     rows = q.double().masked_fill(~counts[:, None, :, None], 0.0).unflatten(2, (-1, size))  # (B, H, T, size, d)
-    total = counts.unflatten(1, (-1, size)).sum(-1).cumsum(-1).clamp_min(1)[:, None, :, None]  # (B, 1, T, 1)
-    return Moments(rows.sum(-2).cumsum(2) / total, (rows.mT @ rows).cumsum(2) / total.unsqueeze(-1))
+    total = counts.unflatten(1, (-1, size)).sum(-1).cumsum(-1)[:, None, :, None]
+    return Sums(total, rows.sum(-2).cumsum(2), (rows.mT @ rows).cumsum(2))
 
 
 def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -84,15 +103,15 @@ def largest_number(width: int) -> int:
     return max(int((2**_DIGITS / width) ** 0.5), 1)
 
 
-def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str) -> Rows:
+def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str, first: int = 0) -> Rows:
     """One of each equal stretch of the valid rows of (B, T, n), as (B, H, T, m).
 
-    wanted: (B, T), how many; all rows where there are not more.
+    wanted: (B, T), how many; all rows where there are not more. first: the number of the first chunk.
     """
     rows = valid.sum(-1)[:, None, :, None]
     wanted = torch.minimum(wanted[:, None, :, None], rows)
     number = torch.arange(max(int(wanted.max()), 1), device=valid.device)
-    chunk = torch.arange(valid.shape[1], device=valid.device).unsqueeze(-1)
+    chunk = first + torch.arange(valid.shape[1], device=valid.device).unsqueeze(-1)
     # Numbered by chunk and stretch, whatever else is in the batch.
     within = draws.uniform_at(purpose, (chunk * 2**32 + number).unsqueeze(0))  # (H, T, m)
     counts = number < wanted
@@ -113,6 +132,14 @@ def cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows,
     x = whole_numbers(rows, valid)
     first, taught = (Rows(*(t.flatten(0, 2) for t in some)) for some in (start, lesson))
     return kmeans(x.flatten(0, 2), valid.flatten(0, 2), first, taught, steps).view(valid.shape)
+
+
+def native_cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
+    """`cluster` by kernels."""
+    x = native.metric_rows(k, factor, valid, largest_number(k.shape[-1]))
+    shape = (*factor.shape[:3], valid.shape[2])
+    first, taught = (Rows(*(t.flatten(0, 2) for t in some)) for some in (start, lesson))
+    return native.kmeans(x, valid[:, None].expand(shape).flatten(0, 2), first, taught, steps).view(shape)
 
 
 def kmeans(x: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:

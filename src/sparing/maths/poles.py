@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
+from sparing.draws import Draws
 from sparing.maths.clusters import Moments, Rows, factor, moments, sample, spread_out
 
 FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
@@ -23,6 +24,7 @@ NOTHING = 1e-9  # a variance of logits that is taken for rounding
 _TEACHERS = 1024  # queries that a metric is made of, if not causal
 _LESSON = 16  # rows per cluster that k-means learns from
 BLOCKS = 4  # blocks of a chunk
+CHUNK, BLOCK = "multipole chunk", "multipole block"  # what random numbers are drawn for
 
 Cluster = Callable[[Tensor, Tensor, Tensor, Rows, Rows], Tensor]  # `clusters.cluster` with a number of steps
 
@@ -49,10 +51,11 @@ class Plan:
     seen: Tensor  # (B, n_q): a query sees the keys of a rank below this
     own: Tensor  # (B, n_q): the rank of a query's own key
     block: int | None  # causal: keys of a query's own block of so many are exact
+    grown: bool = False  # all clusters lie before the queries' block, in one level: the index of a growing sequence
 
     def open(self, level: int, chunk: Tensor, own: Tensor) -> Tensor:
         """Whether a query, whose key has the rank `own`, sees the clusters of this chunk of a level."""
-        if self.block is None:
+        if self.block is None or self.grown:
             return torch.ones_like(chunk + own, dtype=torch.bool)
         if level == 1:
             return chunk < own // (self.block * BLOCKS)
@@ -93,7 +96,7 @@ def plan(
         known = moments(rows, tells, rows.shape[2])
         usable = (place >= sinks) & (place < count - sinks)
         wanted = torch.tensor([[clusters_of(int(each))] for each in count], device=k.device)
-        level = _level(k, usable, known, n_k, wanted, call, "multipole", cluster)
+        level = cluster_chunks(k, usable, known, n_k, wanted, call.draws, "multipole", cluster)
         return Plan((level,), count.expand(-1, n_q), own, None)
     n, block = min(n_q, n_k), chunk // BLOCKS
     blocks = n // block
@@ -106,24 +109,30 @@ def plan(
     usable = (place >= sinks) & (place < count)
     wanted = torch.tensor([[clusters_of(chunk)]], device=k.device)
     levels: tuple[Level, ...] = (
-        _level(k, usable, known, block, -(-wanted // BLOCKS), call, "multipole block", cluster),
+        cluster_chunks(k, usable, known, block, -(-wanted // BLOCKS), call.draws, BLOCK, cluster),
     )
     if chunks := n // chunk:
         ends = known.at(torch.arange(BLOCKS - 1, chunks * BLOCKS, BLOCKS, device=q.device))
-        levels += (_level(k, usable, ends, chunk, wanted, call, "multipole chunk", cluster),)
+        levels += (cluster_chunks(k, usable, ends, chunk, wanted, call.draws, CHUNK, cluster),)
     return Plan(levels, seen, own, block)
 
 
-def _level(
-    k: Tensor, usable: Tensor, known: Moments, size: int, wanted: Tensor, call: Call, purpose: str, cluster: Cluster
-) -> Level:
+def cluster_chunks(
+    k: Tensor, usable: Tensor, known: Moments, size: int, wanted: Tensor, draws: Draws, purpose: str, cluster: Cluster,
+    first: int = 0,
+) -> Level:  # fmt: skip
+    """Clusters of each chunk of `size` keys of k (B, H, n_k, d), of which `usable` (B, n_k) are put into clusters.
+
+    known: what each chunk knows about the queries. wanted: (B or 1, T or 1) clusters of a chunk. first: the number of
+    the first chunk, by which its random numbers are keyed.
+    """
     batch, heads, n_k, _ = k.shape
     chunks = known.mean.shape[2]
     used = chunks * size
     valid = usable[:, :used].unflatten(1, (chunks, size))  # (B, T, size)
     wanted = wanted.expand(batch, chunks)
-    start = spread_out(valid, wanted, call.draws, purpose)
-    lesson = spread_out(valid, _LESSON * wanted, call.draws, f"{purpose} lesson")
+    start = spread_out(valid, wanted, draws, purpose, first)
+    lesson = spread_out(valid, _LESSON * wanted, draws, f"{purpose} lesson", first)
     clusters = start.place.shape[-1]
     found = cluster(k, factor(known.second), valid, start, lesson)
     found = torch.where(found < 0, -1, found + clusters * torch.arange(chunks, device=k.device).view(-1, 1))
@@ -136,7 +145,8 @@ def _level(
 def alarm(q: Tensor, plan: Plan, rows: slice) -> Tensor:
     """|q - q0|^2 over its mean, (B, H, rows): what the variance of a cluster's logits is proportional to."""
     known, own = plan.levels[0].known, plan.own[:, rows]
-    at = torch.zeros_like(own) if plan.block is None else (own // plan.block - 1).clamp_min(0)  # the last known block
+    # The last block before the query's; the index of a growing sequence knows no other.
+    at = torch.zeros_like(own) if plan.block is None else (own // plan.block - 1).clamp(0, known.mean.shape[2] - 1)
     away = q[:, :, rows] - known.mean.to(q.dtype).take_along_dim(at[:, None, :, None], dim=2)
     variance = known.variance.to(q.dtype).take_along_dim(at[:, None], dim=2)
     return away.square().sum(-1) / variance.masked_fill(variance <= 0, torch.inf)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
+from sparing.draws import Draws
 from sparing.maths import dense, poles
-from sparing.maths.clusters import Rows, cluster, largest_number
+from sparing.maths.clusters import cluster, native_cluster
 from sparing.maths.derivatives import once_differentiable
 from sparing.maths.packing import place_of_rank
 from sparing.maths.poles import BLOCKS, Plan, Poles
-from sparing.method import Cost, Method, Shape, Supports, knob, method
+from sparing.method import Cost, Method, Past, Shape, Supports, knob, method
+from sparing.methods.multipole_past import MultipolePast
 from sparing.native import multipole as native
 
 _SCORES = 2**22  # logits that are held at once
@@ -62,7 +64,7 @@ class Multipole(Method):
     name = "multipole"
     budget = "keys"
     supports = Supports(
-        causal=True, lse=True, mixes_queries=True, stochastic=True, position_based=True, training_free=True
+        causal=True, lse=True, mixes_queries=True, stochastic=True, position_based=True, decode=True, training_free=True
     )
 
     clusters: int | float = knob(64, kinds=(int, float))
@@ -106,22 +108,26 @@ class Multipole(Method):
         plan = self.plan(q, k, call)
         described = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
         n_q, rows = q.shape[2], max(_SCORES // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
-        parts = [self._rows(q, k, v, plan, described, call, slice(i, min(i + rows, n_q))) for i in range(0, n_q, rows)]
+        parts = [
+            self.rows(q, k, v, plan, described, call.scale, call.is_causal, slice(i, min(i + rows, n_q)))
+            for i in range(0, n_q, rows)
+        ]
         out, lse, error, read, summaries = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
         return out
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.keys >= k.shape[2] and not call.noted:  # nothing would be left to a summary
+        if self.covers(k.shape[2]) and not call.noted:  # nothing would be left to a summary
             return method("exact").fast(q, k, v, call)
         return self.reference(q, k, v, call)
 
-    def _rows(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, summaries: list[Poles], call: Call, rows: slice
-    ) -> tuple[Tensor, ...]:
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, summaries: list[Poles], scale: float, causal: bool,
+        rows: slice,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Output, log-sum-exp, predicted error, keys and summaries that were read, of some of the queries."""
         n_k = k.shape[2]
-        before, after = self.sides(q.shape[2], n_k, call.is_causal)
+        before, after = self.sides(q.shape[2], n_k, causal)
         every, q, seen, own = q, q[:, :, rows], plan.seen[:, rows, None], plan.own[:, rows, None]
         key = torch.arange(n_k, device=k.device)
         exact = (key >= own - before) & (key <= own + after) | (key < self.sinks)
@@ -131,7 +137,7 @@ class Multipole(Method):
             exact = exact | (key // plan.block >= own // plan.block)
         visible = (key < seen)[:, None]  # (B, 1, n_q, n_k)
         exact = exact[:, None] & visible
-        logits = q @ k.mT * call.scale
+        logits = q @ k.mT * scale
         if not plan.levels:
             weights, lse = dense.softmax(logits.masked_fill(~exact, -torch.inf))
             read = exact.sum(-1).expand_as(lse)
@@ -149,7 +155,7 @@ class Multipole(Method):
             share = torch.where(stands, pole.shares.unsqueeze(2), share)
             shown = plan.open(i, torch.arange(total, device=k.device) // level.clusters, own)[:, None]
             shown = shown & (pole.members > 0).unsqueeze(2)
-            score = q @ pole.keys.mT * call.scale + pole.offset.unsqueeze(2)
+            score = q @ pole.keys.mT * scale + pole.offset.unsqueeze(2)
             scores.append(score.masked_fill(~shown, -torch.inf))
             base += total
         members, weight, spread, scatter = (
@@ -181,7 +187,7 @@ class Multipole(Method):
         return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if self.keys >= k.shape[2] and not call.noted:
+        if self.covers(k.shape[2]) and not call.noted:
             return method("exact").native(q, k, v, call)
         return _ByKernel.apply(q, k, v, self, call)
 
@@ -196,6 +202,12 @@ class Multipole(Method):
         )  # fmt: skip
         call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
         return out
+
+    def covers(self, n_k: int) -> bool:
+        return self.keys >= n_k
+
+    def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past:
+        return MultipolePast(self, q, k, v, draws, scale)
 
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, keys=max(shape.keys, 1))
@@ -244,14 +256,6 @@ def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         return k, v
     order = place_of_rank(call.keep)[:, None, :, None]
     return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
-
-
-def native_cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
-    """`clusters.cluster` by kernels."""
-    x = native.metric_rows(k, factor, valid, largest_number(k.shape[-1]))
-    shape = (*factor.shape[:3], valid.shape[2])
-    first, taught = (Rows(*(t.flatten(0, 2) for t in some)) for some in (start, lesson))
-    return native.kmeans(x, valid[:, None].expand(shape).flatten(0, 2), first, taught, steps).view(shape)
 
 
 def _laid_end_to_end(

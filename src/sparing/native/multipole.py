@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ schemas.define(
     " Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor labels, Tensor shares,"
     " Tensor levels, int before, int after, int sinks, int block, int keys, bool second, bool by_mass, float cap,"
     " float scale) -> (Tensor out, Tensor lse, Tensor error, Tensor read, Tensor summaries)"
+)
+
+schemas.define(
+    "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor own, Tensor visible, Tensor mean,"
+    " Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread,"
+    " Tensor scatter, Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int block, int before,"
+    " int sinks, int keys, bool second, bool by_mass, float cap, float scale)"
+    " -> (Tensor out, Tensor lse, Tensor error, Tensor read, Tensor summaries)"
 )
 
 
@@ -122,6 +131,52 @@ def multipole(
 
 @torch.library.register_fake("sparing::multipole", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return _outputs(q, v)
+
+
+def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     rows = q.shape[:3]
     counts = (q.new_empty(rows, dtype=torch.long) for _ in range(2))
     return q.new_empty(*rows, v.shape[3]), q.new_empty(rows), q.new_empty(rows), *counts
+
+
+def multipole_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Tensor | None,
+    own: Tensor,
+    visible: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    poles: Mapping[str, Tensor],
+    ranks: Mapping[str, Tensor],
+    block: int,
+    before: int,
+    sinks: int,
+    keys: int,
+    second: bool,
+    by_mass: bool,
+    cap: float,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """What `multipole` returns, for queries (B, H, n_q, d) after a past in clusters; k, v are (B, H_kv, n, .).
+
+    place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none. visible:
+    (B,) clusters. mean, variance: (B, H, d) and (B, H) of the queries. poles, ranks: as `MultipolePast` holds them.
+    There is no gradient.
+    """
+    q, k, v = (adjacent(x) for x in (q, k, v))
+    return torch.ops.sparing.multipole_step(
+        q, k, v, place, own, visible, mean, variance, *(poles[name] for name in _POLES),
+        *(ranks[name] for name in ("labels", "shares", "members")), block, before, sinks, keys, second, by_mass, cap,
+        scale,
+    )  # fmt: skip
+
+
+_POLES = ("keys", "values", "offset", "weight", "spread", "scatter", "begin", "size")
+
+
+@torch.library.register_fake("sparing::multipole_step", lib=schemas)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return _outputs(q, v)

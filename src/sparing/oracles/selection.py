@@ -37,9 +37,26 @@ class TopKeys(Method):
     name = "top_keys"
     budget = "keys"
     oracle = True
-    supports = Supports(causal=True, attn_mask="any", gradient=False, lse=True, training_free=True)
+    supports = Supports(causal=True, attn_mask="any", gradient=False, lse=True, decode=True, training_free=True)
 
     keys: int = knob(64, minimum=1)
+
+    def covers(self, n_k: int) -> bool:
+        return self.keys >= n_k
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        n_q, n = q.shape[2], k.shape[2]
+        seen = torch.ones(1, 1, n_q, n, dtype=torch.bool, device=q.device).tril(n - n_q)
+        if keep is not None:
+            seen = seen & keep[:, None, None, :] & keep[:, None, n - n_q :, None]
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+        weights, lse = dense.softmax(scores.masked_fill(~largest(scores, self.keys), -torch.inf))
+        touched = seen.sum(-1).clamp_max(self.keys).expand_as(lse)
+        return weights @ v, {"lse": lse, "touched": touched}
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         out, lse, mass = [], [], []

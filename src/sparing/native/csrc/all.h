@@ -16,6 +16,7 @@ namespace sparing::SPARING_ISA {
 #include "kmeans.h"
 #include "poles.h"
 #include "multipole.h"
+#include "multipole_step.h"
 #include "lsh_hash.h"
 #include "lsh.h"
 #include "top_keys.h"
@@ -50,6 +51,7 @@ constexpr KernelsOf<T> kernels_of() {
       .received = received_kernels<T>(),
       .segments = segment_kernels<T>(),
       .signs = sign_kernels<T>(),
+      .step = step_kernels<T>(),
       .top_keys = top_keys_kernels<T>(),
       .window = {window_scratch<T>, window_tasks<T>, window_forward<T>, window_backward<T>},
       .yoso = yoso_kernels<T>(),

@@ -29,6 +29,7 @@ struct KernelsOf {
   ReceivedKernels<T> received;
   SegmentKernels<T> segments;
   SignKernels<T> signs;
+  StepKernels<T> step;
   TopKeysKernels<T> top_keys;
   WindowKernels<T> window;
   YosoKernels<T> yoso;

@@ -96,4 +96,31 @@ struct MultipoleKernels {
   void (*forward)(const Multipole<T>&, int64_t begin, int64_t end, T* scratch);
 };
 
+// Attention of the queries after a past in clusters. Keys are numbered by rank.
+template <class T>
+struct MultipoleStep {
+  Tokens<const T> q, k, v;
+  int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
+  int64_t clusters, ranks, places;  // that there is room for
+  const int64_t* place;             // [items][places] position of a rank; null: the same
+  const int64_t *own, *visible;     // [items][queries] rank of a query's own key; [items] clusters
+  const T *mean, *variance;         // [items][heads][depth], [items][heads] of the queries
+  const T *pole_keys, *pole_values;  // [items][heads][clusters][depth], [...][width]; values times weight
+  const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
+  const int32_t *begin, *size;                 // [items][heads][clusters] where the members are
+  const int32_t *members, *labels;             // [items][heads][ranks]
+  const T* shares;                             // [items][heads][ranks]
+  int64_t block, before, sinks, budget;
+  bool second, by_mass;
+  T cap, scale;
+  T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
+  int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
+};
+
+template <class T>
+struct StepKernels {
+  int64_t (*scratch)(const MultipoleStep<T>&);  // entries of T
+  void (*forward)(const MultipoleStep<T>&, int64_t begin, int64_t end, T* scratch);
+};
+
 }  // namespace sparing

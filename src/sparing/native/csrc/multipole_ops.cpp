@@ -201,6 +201,73 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
   });
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, Tensor own, Tensor visible, Tensor mean, Tensor variance,
+    Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor begin,
+    Tensor size, Tensor labels, Tensor shares, Tensor members, int64_t block, int64_t before, int64_t sinks,
+    int64_t budget, bool second, bool by_mass, double cap, double scale) {
+  return with_type("q", q, [&]<class T>() {
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
+    STD_TORCH_CHECK(pole_keys.dim() == 4 && labels.dim() == 3, "pole_keys must have 4 axes, and labels 3");
+    MultipoleStep<T> call{};
+    call.items = q.size(0), call.heads = q.size(1), call.queries = q.size(2), call.depth = q.size(3);
+    call.keys = k.size(2), call.width = v.size(3), call.clusters = pole_keys.size(2), call.ranks = labels.size(2);
+    const int64_t b = call.items, h = call.heads, n = call.queries, c = call.clusters, kv = k.size(1);
+    constexpr int64_t kMost = int64_t(1) << 30;
+    STD_TORCH_CHECK(call.keys < kMost && n < kMost && c < kMost, "tokens are numbered in 32 bits: at most 2^30");
+    STD_TORCH_CHECK(kv >= 1 && h % kv == 0, "the heads of q must be a multiple of those of k");
+    STD_TORCH_CHECK(block >= 1, "block must be at least 1");
+    STD_TORCH_CHECK(before >= 0 && sinks >= 0 && budget >= 0, "before, sinks and keys must not be negative");
+    call.groups = h / kv;
+    call.q = tokens<T>("q", q, b, h, n, call.depth);
+    call.k = tokens<T>("k", k, b, kv, call.keys, call.depth);
+    call.v = tokens<T>("v", v, b, kv, call.keys, call.width);
+    call.own = packed<int64_t>("own", own, {b, n});
+    call.visible = packed<int64_t>("visible", visible, {b});
+    call.mean = packed<T>("mean", mean, {b, h, call.depth});
+    call.variance = packed<T>("variance", variance, {b, h});
+    call.pole_keys = packed<T>("pole_keys", pole_keys, {b, h, c, call.depth});
+    call.pole_values = packed<T>("pole_values", pole_values, {b, h, c, call.width});
+    call.offset = packed<T>("offset", offset, {b, h, c}), call.weight = packed<T>("weight", weight, {b, h, c});
+    call.spread = packed<T>("spread", spread, {b, h, c}), call.scatter = packed<T>("scatter", scatter, {b, h, c});
+    call.begin = packed<int32_t>("begin", begin, {b, h, c}), call.size = packed<int32_t>("size", size, {b, h, c});
+    call.labels = packed<int32_t>("labels", labels, {b, h, call.ranks});
+    call.members = packed<int32_t>("members", members, {b, h, call.ranks});
+    call.shares = packed<T>("shares", shares, {b, h, call.ranks});
+    call.block = block, call.before = before < call.keys ? before : call.keys;
+    call.sinks = sinks < call.keys ? sinks : call.keys, call.budget = budget < call.keys ? budget : call.keys;
+    call.second = second, call.by_mass = by_mass, call.cap = T(cap), call.scale = T(scale);
+    for (int64_t i = 0; i < b; ++i) {
+      // Whole vectors are read, up to so many clusters too far.
+      STD_TORCH_CHECK(call.visible[i] >= 0 && (call.visible[i] == 0 || call.visible[i] + 16 <= c),
+                      "visible counts clusters that are not there; there must be room for 16 more");
+      for (int64_t j = 0; j < n; ++j) {
+        const int64_t rank = call.own[i * n + j], from = rank / block * block;
+        STD_TORCH_CHECK(rank >= -1 && rank < call.keys, "own names a key that is not there");
+        STD_TORCH_CHECK(!call.visible[i] || rank < 0 || from <= call.ranks, "labels does not reach up to the block");
+      }
+    }
+    if (place) {
+      STD_TORCH_CHECK(place->dim() == 2, "place must have 2 axes");
+      call.places = place->size(1);
+      call.place = packed<int64_t>("place", *place, {b, call.places});
+      for (int64_t i = 0; i < b; ++i)
+        for (int64_t j = 0; j < n; ++j)
+          STD_TORCH_CHECK(call.own[i * n + j] < call.places, "place does not reach up to own");
+    }
+    Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
+    Tensor lse = fresh(q, {b, h, n}, type_of<T>()), error = fresh(q, {b, h, n}, type_of<T>());
+    Tensor read = fresh(q, {b, h, n}, ScalarType::Long), summaries = fresh(q, {b, h, n}, ScalarType::Long);
+    call.out = out.mutable_data_ptr<T>(), call.lse = lse.mutable_data_ptr<T>();
+    call.error = error.mutable_data_ptr<T>();
+    call.read = read.mutable_data_ptr<int64_t>(), call.summaries = summaries.mutable_data_ptr<int64_t>();
+    const StepKernels<T>& use = kernels().of<T>().step;
+    in_parallel<T>(b * h, 1, use.scratch(call),
+                   [&](int64_t from, int64_t to, T* scratch) { use.forward(call, from, to, scratch); });
+    return std::make_tuple(out, lse, error, read, summaries);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
@@ -208,6 +275,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparing, CPU, library) {
   library.impl("metric_rows", TORCH_BOX(&metric_rows));
   library.impl("summaries", TORCH_BOX(&summarise));
   library.impl("multipole", TORCH_BOX(&attend));
+  library.impl("multipole_step", TORCH_BOX(&step));
 }
 
 }  // namespace sparing

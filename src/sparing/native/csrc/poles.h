@@ -125,7 +125,8 @@ void poles(const Poles<T>& call, int64_t begin, int64_t end, T* scratch) {
     for (int64_t c = from; c < to; ++c) {
       const int64_t at = unit * every + c;
       const T spread = call.scale * call.scale * call.spread[at];  // not a number where huge keys overflow
-      call.spread[at] = spread >= call.nothing * call.weight[at] ? spread / call.weight[at] : T(0);
+      const bool counts = call.weight[at] > T(0) && spread >= call.nothing * call.weight[at];
+      call.spread[at] = counts ? spread / call.weight[at] : T(0);
     }
   }
 }

@@ -1,0 +1,200 @@
+"""What decoding keeps beside a cache of keys and values, so that a new query need not read all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparing.attention import inspect
+from sparing.draws import Draws
+from sparing.method import Method, Past, Unsupported, methods
+from sparing.method import method as _method
+
+
+class Index:
+    """Causal attention to a sequence that grows, by one method.
+
+    Each call brings the queries of the newest positions, and all keys and values so far, as a cache holds them. The
+    outputs are the rows that one `sparing.attention(..., is_causal=True)` over the whole sequence would give. What the
+    index knows is appended, never made again: after a prompt, a step costs what the method reads.
+
+    method: one that can decode: "multipole", "window" or "top_keys", with settings.
+    seed: fixes all random choices; None draws one number from torch's global generator.
+    scale: of the logits; None: 1 / sqrt(d).
+    streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
+
+    `length` counts the positions that the index knows, `statistics` holds what the method noted of the last call:
+    `touched`, keys and summaries that were read, and `error`, the predicted distance to exact attention, each
+    [B, H, n_q]. Where the budget covers all keys, attention is exact, and there are none.
+
+    >>> k, v = torch.randn(2, 1, 2, 301, 16).unbind(0)
+    >>> index = sparing.Index("multipole(clusters=8, keys=16, chunk=64)")
+    >>> prompt = index.attention(torch.randn(1, 4, 300, 16), k[:, :, :300], v[:, :, :300])
+    >>> index.attention(torch.randn(1, 4, 1, 16), k, v).shape
+    torch.Size([1, 4, 1, 16])
+    """
+
+    def __init__(
+        self,
+        method: str | Method,
+        *,
+        seed: int | None = 0,
+        scale: float | None = None,
+        streams: Sequence[int] | None = None,
+    ) -> None:
+        self.method = _method(method)
+        if not self.method.supports.decode:
+            able = ", ".join(name for name, cls in methods().items() if cls.supports.decode)
+            raise Unsupported(f"method: {self.method.name} cannot continue a cache; methods that can: {able}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed={seed!r} must be an integer or None")
+        self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        self.scale = scale
+        self.streams = None if streams is None else list(streams)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next call starts a sequence."""
+        self.length = 0
+        self.statistics: dict[str, Tensor] = {}
+        self._batch = 0
+        self._keep: Tensor | None = None  # (B, length) which keys are valid; None: all
+        self._past: Past | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences that it follows; 0 before the first call."""
+        return self._batch
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """query [B, H, n_q, d] of the newest positions, key [B, H_kv, n, d], value [B, H_kv, n, e] -> [B, H, n_q, e].
+
+        attn_mask: boolean, [B, n] or [B, 1, 1, n], False for padding; it may not change for positions that were there
+        before. Rows of padding give zeros, but for those of a prompt.
+        """
+        keep = self._arriving(query, key, value, attn_mask)
+        if self.length == 0:
+            found = inspect(
+                query, key, value, None if keep is None else keep[:, None, None, :], is_causal=True, scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1], method=self.method, seed=self.seed, streams=self.streams,
+                brief=True,
+            )  # fmt: skip
+            self._learn(query, key, value, keep)
+            self.statistics = found.statistics
+            return found.output
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
+        with torch.no_grad():
+            if self.method.covers(key.shape[2]):
+                out = self._exact(query, key, value, keep)
+                self._learn(query, key, value, keep)
+                self.statistics = {}
+                return out
+            narrow = query.dtype in (torch.float16, torch.bfloat16)
+            q, k, v = (x.float() if narrow else x for x in (query, key, value))
+            if self._past is None:
+                out, self.statistics = self.method.step(q, k, v, keep, self._scale(query))
+            else:
+                out, self.statistics = self._past.step(q, k, v, self._fresh(keep, query.shape[2]), self.length)
+            self._seen(query, key, keep)
+            return out.to(query.dtype)
+
+    def append(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:
+        """Learn from positions whose attention somebody else computed, such as an exact prompt."""
+        self._learn(query, key, value, self._arriving(query, key, value, attn_mask))
+
+    def crop(self, length: int, key: Tensor, value: Tensor) -> None:
+        """Forget the positions from `length` on; key and value as they are afterwards."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length={length} must be from 0 to {self.length}, the positions that the index knows")
+        if length == 0:
+            self.reset()
+        elif length < self.length:
+            if self._past is not None:
+                with torch.no_grad():
+                    self._past.crop(length, key, value)
+            self._keep = None if self._keep is None else self._keep[:, :length]
+            self.length = length
+
+    def select(self, items: Tensor) -> None:
+        """Go on with these items of the batch, in this order; an item may appear again (beams)."""
+        if self.length == 0:
+            return
+        items = torch.as_tensor(items)
+        if items.ndim != 1 or bool(((items < 0) | (items >= self._batch)).any()):
+            raise ValueError(f"items={items.tolist()} must be a list of numbers from 0 to {self._batch - 1}")
+        if items.tolist() == list(range(self._batch)):
+            return
+        if self._past is not None:
+            self._past.select(items)
+        self._keep = None if self._keep is None else self._keep[items]
+        self._batch = len(items)
+
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def _arriving(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
+        """The mask as (B, n), or None; every size is checked before anything changes."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.ndim != 4:
+                raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
+        batch, _, n_q, _ = query.shape
+        n = key.shape[2]
+        if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != query.shape[3]:
+            raise ValueError(
+                f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not fit together"
+            )
+        if query.shape[1] % key.shape[1]:
+            raise ValueError(f"query has {query.shape[1]} heads, not a multiple of the {key.shape[1]} of key")
+        if self.length and batch != self._batch:
+            raise ValueError(f"query: a batch of {batch}, but the index follows {self._batch}; call select() or reset()")
+        if n != self.length + n_q:
+            what = "shrank; call crop() first" if n < self.length + n_q else "holds keys whose queries it never saw"
+            raise ValueError(
+                f"key has {n} positions, but the index knows {self.length} and query brings {n_q}: the sequence {what}"
+            )
+        keep = attn_mask
+        if keep is not None and keep.ndim == 4 and keep.shape[1:3] == (1, 1):
+            keep = keep[:, 0, 0]
+        if keep is not None and (keep.dtype != torch.bool or keep.shape != (batch, n)):
+            raise ValueError(f"attn_mask: {keep.dtype} {list(keep.shape)} must be boolean, [{batch}, {n}]")
+        before = None if keep is None else keep[:, : self.length]
+        known = self._keep
+        if (known is not None or before is not None) and self.length:
+            valid = torch.ones(batch, self.length, dtype=torch.bool, device=key.device)
+            if not torch.equal(valid if known is None else known, valid if before is None else before):
+                raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
+        return keep
+
+    def _fresh(self, keep: Tensor | None, n_q: int) -> Tensor | None:
+        return None if keep is None else keep[:, -n_q:]
+
+    def _learn(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
+        with torch.no_grad():
+            wide = query.dtype if query.dtype == torch.float64 else torch.float32
+            if self.length == 0:
+                numbers = torch.tensor(self.streams or range(key.shape[1]), device=query.device)
+                draws = Draws(self.seed & (2**64 - 1), numbers.repeat_interleave(query.shape[1] // key.shape[1]))
+                self._past = self.method.past(query.to(wide), key, value, draws, self._scale(query))
+            if self._past is not None:
+                self._past.learn(query.to(wide), key, value, self._fresh(keep, query.shape[2]), self.length)
+            self._seen(query, key, keep)
+
+    def _seen(self, query: Tensor, key: Tensor, keep: Tensor | None) -> None:
+        self.length, self._batch = key.shape[2], query.shape[0]
+        self._keep = None if keep is None else keep.clone()
+
+    def _exact(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
+        n_q, n = query.shape[2], key.shape[2]
+        mask = None if keep is None else keep[:, None, None, :]
+        if n_q > 1:
+            causal = torch.ones(n_q, n, dtype=torch.bool, device=key.device).tril(n - n_q)
+            mask = causal if mask is None else causal & mask
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        rows = self._fresh(keep, n_q)
+        return out if rows is None else out.masked_fill(~rows[:, None, :, None], 0.0)

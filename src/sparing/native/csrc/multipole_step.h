@@ -1,0 +1,284 @@
+// Attention of few queries to a past that is in clusters already (multipole_step in Python). A query reads the keys of its
+// own block, all summaries, and the members of the clusters that it expands; entries of a row stand in the lanes.
+
+template <class T>
+struct StepMemory {
+  T *score, *worth, *left, *gone;  // [clusters]; gone: weight of members that are near by
+  T *weight;                       // [rows] logits, then weights
+  const T** key;                   // [rows]
+  const T** value;                 // [rows and clusters]
+
+  int64_t lay_out(const MultipoleStep<T>& call, T* memory) {
+    int64_t used = 0;
+    const auto take = [&]<class U>(U** part, int64_t count) {
+      if (memory) *part = reinterpret_cast<U*>(memory + used);
+      used += (count * int64_t(sizeof(U)) / int64_t(sizeof(T)) + 15) / 16 * 16;
+    };
+    const int64_t padded_clusters = padded<T>(call.clusters) + lanes<T>, rows = most_rows(call);
+    take(&score, padded_clusters), take(&worth, padded_clusters), take(&left, padded_clusters);
+    take(&gone, padded_clusters);
+    take(&weight, padded<T>(rows + call.clusters) + lanes<T>);
+    take(&key, rows), take(&value, rows + call.clusters);
+    return used;
+  }
+
+  static int64_t most_rows(const MultipoleStep<T>& call) {  // keys that a query looks at
+    const int64_t wanted = call.block + call.before + call.sinks + call.budget + 1;
+    return wanted < call.keys ? wanted : call.keys;
+  }
+};
+
+// q.rows[i] for each of `count` rows of `depth` entries.
+template <class T, class Row>
+SPARING_INLINE void dots_with(const T* q, int64_t depth, int64_t count, const Row& row, T* out) {
+  constexpr int64_t kAtOnce = 4;
+  for (int64_t i = 0; i < count; i += kAtOnce) {
+    const T* rows[kAtOnce];
+    for (int64_t j = 0; j < kAtOnce; ++j) rows[j] = row(i + j < count ? i + j : count - 1);
+    Vec<T> sums[kAtOnce] = {};
+    int64_t x = 0;
+    for (; x + lanes<T> <= depth; x += lanes<T>) {
+      const Vec<T> part = load<T>(q + x);
+      for (int64_t j = 0; j < kAtOnce; ++j) sums[j] += part * load<T>(rows[j] + x);
+    }
+    for (int64_t j = 0; j < kAtOnce && i + j < count; ++j) {
+      T total = sum<T>(sums[j]);
+      for (int64_t rest = x; rest < depth; ++rest) total += q[rest] * rows[j][rest];
+      out[i + j] = total;
+    }
+  }
+}
+
+// out = sum of weight[i] * rows[i]; rows of weight zero are not read.
+template <class T>
+SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, int64_t width, T* out) {
+  constexpr int64_t kAtOnce = 4;
+  int64_t e = 0;
+  for (; e + kAtOnce * lanes<T> <= width; e += kAtOnce * lanes<T>) {
+    Vec<T> sums[kAtOnce] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      if (weight[i] == T(0)) continue;
+      for (int64_t j = 0; j < kAtOnce; ++j) sums[j] += weight[i] * load<T>(rows[i] + e + j * lanes<T>);
+    }
+    for (int64_t j = 0; j < kAtOnce; ++j) store<T>(out + e + j * lanes<T>, sums[j]);
+  }
+  for (; e + lanes<T> <= width; e += lanes<T>) {
+    Vec<T> sums{};
+    for (int64_t i = 0; i < count; ++i)
+      if (weight[i] != T(0)) sums += weight[i] * load<T>(rows[i] + e);
+    store<T>(out + e, sums);
+  }
+  for (; e < width; ++e) {
+    T total = T(0);
+    for (int64_t i = 0; i < count; ++i)
+      if (weight[i] != T(0)) total += weight[i] * rows[i][e];
+    out[e] = total;
+  }
+}
+
+// The cluster that is worth most of those that fit, the first of equals; -1 if none is worth anything.
+template <class T>
+SPARING_INLINE int64_t best_that_fits(const T* worth, const T* left, int64_t clusters, T budget) {
+  Vec<T> best{};
+  IntVec<T> which = Int<T>(-1) - IntVec<T>{};
+  const IntVec<T> lane = iota<Int<T>>();
+  for (int64_t c = 0; c < clusters; c += lanes<T>) {
+    const Vec<T> x = load<T>(worth + c);
+    const IntVec<T> better = (x > best) & (load<T>(left + c) <= budget);
+    best = better ? x : best;
+    which = better ? lane + Int<T>(c) : which;
+  }
+  T top = T(0);
+  int64_t found = -1;
+  for (int i = 0; i < lanes<T>; ++i)
+    if (which[i] >= 0 && (best[i] > top || (best[i] == top && which[i] < found))) top = best[i], found = which[i];
+  return found;
+}
+
+template <class T>
+struct StepQuery {
+  const MultipoleStep<T>& call;
+  StepMemory<T>& memory;
+  int64_t item, head, unit, own;
+  const T* q;
+  int64_t shown;       // clusters
+  int64_t from, low;   // ranks from here on are exact; near by
+  int64_t rows = 0;    // keys that the query looks at
+  int64_t near = 0;    // of which so many are near by and in clusters, at the start
+  T loud = T(0), shift = T(0), missed = T(0);
+  int64_t spared = 0;
+
+  int64_t position(int64_t rank) const { return call.place ? call.place[item * call.places + rank] : rank; }
+
+  void look_at(int64_t rank) {
+    const int64_t at = position(rank), kv = head / call.groups;
+    memory.key[rows] = call.k.at(item, kv, at);
+    memory.value[rows++] = call.v.at(item, kv, at);
+  }
+
+  const int32_t* labels() const { return call.labels + unit * call.ranks; }
+  const T* shares() const { return call.shares + unit * call.ranks; }
+
+  // |q - mean|^2 over the mean of that.
+  void sound() {
+    const T* mean = call.mean + unit * call.depth;
+    const T spread = call.variance[unit];
+    T total = T(0);
+    for (int64_t k = 0; k < call.depth; ++k) total += (q[k] - mean[k]) * (q[k] - mean[k]);
+    loud = spread > T(0) ? total / spread : T(0);
+  }
+
+  // exp(x) - 1 for 0 <= x <= cap
+  static SPARING_INLINE Vec<T> surplus(Vec<T> x) {
+    const Vec<T> small = x * (T(1) + x * (T(0.5) + x * (T(1) / T(6) + x * (T(1) / T(24)))));
+    return x < T(0.03) ? small : exponential(x) - T(1);
+  }
+
+  SPARING_INLINE Vec<T> variance(int64_t c) const {
+    const Vec<T> x = loud * load<T>(call.spread + unit * call.clusters + c);
+    return x < call.cap ? x : all(call.cap);
+  }
+
+  // Scores of all summaries: exp(score - shift), and what expanding them is worth.
+  void score() {
+    const int64_t at = unit * call.clusters;
+    dots_with<T>(q, call.depth, shown, [&](int64_t c) { return call.pole_keys + (at + c) * call.depth; }, memory.score);
+    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.score[c] = kNever<T>, memory.left[c] = T(0);
+    for (int64_t c = 0; c < shown; ++c) memory.left[c] = T(call.size[at + c]), memory.gone[c] = T(0);
+    for (int64_t rank = low; rank < from; ++rank) {
+      const int32_t label = labels()[rank];
+      if (label >= 0) memory.left[label] -= T(1), memory.gone[label] += shares()[rank];
+    }
+    Vec<T> top = all(kNever<T>);
+    for (int64_t c = 0; c < shown; c += lanes<T>) {
+      Vec<T> x = load<T>(memory.score + c) * call.scale + load<T>(call.offset + at + c);
+      if (call.second) x += T(0.5) * variance(c);
+      for (int64_t i = 0; i < lanes<T>; ++i)
+        if (c + i >= shown || !call.size[at + c + i]) x[i] = kNever<T>;
+      store<T>(memory.score + c, x);
+      top = larger<T>(top, x);
+    }
+    shift = largest<T>(top);
+    if (shift == kNever<T>) shift = T(0);
+    for (int64_t c = 0; c < shown; c += lanes<T>) {
+      const IntVec<T> some = load<T>(memory.left + c) > T(0);
+      const Vec<T> f = some ? exponential(load<T>(memory.score + c) - shift) : Vec<T>{};
+      const Vec<T> mass = some ? f * (load<T>(call.weight + at + c) - load<T>(memory.gone + c)) : Vec<T>{};
+      store<T>(memory.score + c, f);
+      Vec<T> worth = mass * mass;
+      if (!call.by_mass) worth *= surplus(variance(c)) * load<T>(call.scatter + at + c);
+      store<T>(memory.worth + c, some ? worth : Vec<T>{});
+    }
+    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.worth[c] = T(0), memory.score[c] = T(0);
+  }
+
+  void expand(int64_t c) {
+    const int64_t at = unit * call.clusters + c;
+    const int32_t* members = call.members + unit * call.ranks + call.begin[at];
+    for (int32_t i = 0; i < call.size[at]; ++i)
+      if (members[i] < low) look_at(members[i]);
+    memory.score[c] = T(0), memory.worth[c] = T(-1);
+  }
+
+  void choose() {
+    T budget = T(call.budget), every = T(0);
+    for (int64_t c = 0; c < shown; ++c) every += memory.left[c];
+    if (every <= budget) {
+      for (int64_t c = 0; c < shown; ++c)
+        if (memory.left[c] > T(0)) expand(c);
+      return;
+    }
+    for (int64_t c; (c = best_that_fits<T>(memory.worth, memory.left, shown, budget)) >= 0;) {
+      budget -= memory.left[c];
+      expand(c);
+    }
+    const int64_t at = unit * call.clusters;
+    for (int64_t c = 0; c < shown; c += lanes<T>) {
+      const Vec<T> worth = load<T>(memory.worth + c);
+      Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
+      if (call.by_mass) kept *= surplus(variance(c)) * load<T>(call.scatter + at + c);
+      missed += sum<T>(kept);
+    }
+    for (int64_t c = 0; c < shown; ++c) spared += memory.worth[c] >= T(0) && memory.left[c] > T(0);
+  }
+
+  void answer(int64_t row) {
+    T* out = call.out + row * call.width;
+    for (int64_t rank = low; rank < from; ++rank) look_at(rank);
+    near = rows;
+    for (int64_t rank = from; rank <= own; ++rank) look_at(rank);
+    for (int64_t rank = 0; rank < call.sinks && rank < low; ++rank) look_at(rank);
+    if (shown) sound(), score(), choose();
+
+    dots_with<T>(q, call.depth, rows, [&](int64_t i) { return memory.key[i]; }, memory.weight);
+    T top = spared ? shift : kNever<T>;
+    for (int64_t i = 0; i < rows; ++i) {
+      memory.weight[i] *= call.scale;
+      top = memory.weight[i] > top ? memory.weight[i] : top;
+    }
+    Vec<T> sums{};
+    T total = T(0);
+    int64_t i = 0;
+    for (; i + lanes<T> <= rows; i += lanes<T>) {
+      const Vec<T> weight = exponential(load<T>(memory.weight + i) - top);
+      sums += weight, store<T>(memory.weight + i, weight);
+    }
+    for (; i < rows; ++i) total += memory.weight[i] = exponential(all(memory.weight[i] - top))[0];
+    total += sum<T>(sums);
+    int64_t terms = rows;
+    if (spared) {
+      const int64_t at = unit * call.clusters;
+      const T factor = exponential(all(shift - top))[0];
+      for (int64_t c = 0; c < shown; ++c) {
+        const T f = memory.score[c] *= factor;
+        if (f == T(0)) continue;
+        total += f * (call.weight[at + c] - memory.gone[c]);
+        memory.weight[terms] = f;
+        memory.value[terms++] = call.pole_values + (at + c) * call.width;
+      }
+      // A summary holds its members near by, which are exact.
+      for (int64_t r = 0; r < near; ++r) {
+        const int32_t label = labels()[low + r];
+        if (label >= 0) memory.weight[r] -= memory.score[label] * shares()[low + r];
+      }
+    }
+    mix<T>(memory.weight, memory.value, terms, call.width, out);
+    const T inverse = T(1) / total;
+    for (int64_t e = 0; e < call.width; ++e) out[e] *= inverse;
+    call.lse[row] = T(__builtin_log(double(total)) + double(top));
+    call.error[row] =
+        missed > T(0) ? T(__builtin_sqrt(double(missed)) * __builtin_exp(double(shift) - double(call.lse[row]))) : T(0);
+    call.read[row] = rows, call.summaries[row] = spared;
+  }
+};
+
+template <class T>
+int64_t step_scratch(const MultipoleStep<T>& call) {
+  StepMemory<T> memory{};
+  return memory.lay_out(call, nullptr);
+}
+
+template <class T>
+void step_forward(const MultipoleStep<T>& call, int64_t begin, int64_t end, T* scratch) {
+  StepMemory<T> memory{};
+  memory.lay_out(call, scratch);
+  for (int64_t unit = begin; unit < end; ++unit)
+    for (int64_t i = 0; i < call.queries; ++i) {
+      const int64_t item = unit / call.heads, head = unit % call.heads, row = unit * call.queries + i;
+      const int64_t own = call.own[item * call.queries + i];
+      if (own < 0) {
+        for (int64_t e = 0; e < call.width; ++e) call.out[row * call.width + e] = T(0);
+        call.lse[row] = kNever<T>, call.error[row] = T(0), call.read[row] = call.summaries[row] = 0;
+        continue;
+      }
+      const int64_t from = own / call.block * call.block, reach = own - call.before < from ? own - call.before : from;
+      StepQuery<T> query{call, memory, item, head, unit, own, call.q.at(item, head, i), call.visible[item], from,
+                         reach > 0 ? reach : 0};
+      query.answer(row);
+    }
+}
+
+template <class T>
+constexpr StepKernels<T> step_kernels() {
+  return {step_scratch<T>, step_forward<T>};
+}
