@@ -94,10 +94,11 @@ class Index:
                 self.statistics = {}
                 return out
             narrow = query.dtype in (torch.float16, torch.bfloat16)
-            q, k, v = (x.float() if narrow else x for x in (query, key, value))
+            q = query.float() if narrow else query
             if self._past is None:
-                out, self.statistics = self.method.step(q, k, v, keep, self._scale(query))
+                out, self.statistics = self.method.step(q, key, value, keep, self._scale(query))
             else:
+                k, v = key.to(q.dtype), value.to(q.dtype)
                 out, self.statistics = self._past.step(q, k, v, self._fresh(keep, query.shape[2]), self.length)
             self._seen(query, key, keep)
             return out.to(query.dtype)
@@ -150,7 +151,9 @@ class Index:
         if query.shape[1] % key.shape[1]:
             raise ValueError(f"query has {query.shape[1]} heads, not a multiple of the {key.shape[1]} of key")
         if self.length and batch != self._batch:
-            raise ValueError(f"query: a batch of {batch}, but the index follows {self._batch}; call select() or reset()")
+            raise ValueError(
+                f"query: a batch of {batch}, but the index follows {self._batch}; call select() or reset()"
+            )
         if n != self.length + n_q:
             what = "shrank; call crop() first" if n < self.length + n_q else "holds keys whose queries it never saw"
             raise ValueError(

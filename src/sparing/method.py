@@ -215,9 +215,9 @@ class Method:
         return False
 
     def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past | None:
-        """What the method keeps of a growing sequence, for tensors like these (k, v with their own heads); None: nothing.
+        """What the method keeps of a growing sequence, for tensors like these; None: nothing, it has `step` instead.
 
-        A method that decodes has this, or `step`.
+        q: (B, H, ., d). k, v: (B, H_kv, ., .).
         """
         return None
 

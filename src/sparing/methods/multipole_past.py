@@ -48,7 +48,9 @@ class MultipolePast:
         self.told = [0] * batch  # queries that the sums below hold
         self.lost = [0] * batch  # first queries of the block that is not complete, of which nothing is known
         self.place: Tensor | None = None  # (B, .) position of each rank; None while they are the same
-        self.first, self.second = (q.new_zeros(batch, *size, dtype=torch.float64) for size in ((heads, d), (heads, d, d)))
+        self.first, self.second = (
+            q.new_zeros(batch, *size, dtype=torch.float64) for size in ((heads, d), (heads, d, d))
+        )
         self.pending = q.new_zeros(batch, heads, self.block, d)  # queries of the block that is not complete
         self.mean, self.variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
         self.spoiled = q.new_zeros(batch, heads, dtype=torch.bool)  # by a key or value that is infinite or NaN
@@ -79,7 +81,9 @@ class MultipolePast:
         else:
             new = self._put(fresh, q, length)
             if q.shape[2] == 1:
-                found = self.attend(q, k, v, [[n if rows else -1] for n, rows in zip(self.counts, new, strict=True)], every)
+                found = self.attend(
+                    q, k, v, [[n if rows else -1] for n, rows in zip(self.counts, new, strict=True)], every
+                )
                 for item, rows in enumerate(new):
                     self._learn(item, q[item, :, rows], k, v)
             else:
@@ -113,10 +117,11 @@ class MultipolePast:
         if not native.ready(q):
             return self.attend_densely(q, k, v, own, items)
         m, place = self.method, None if self.place is None else self.place[items]
+        stores = [{name: x[items] for name, x in store.items()} for store in (self.poles, self.ranks)]
         return multipole_step(
             q, k, v, place, torch.tensor(own), torch.tensor(self.visible[items]), self.mean[items],
-            self.variance[items], *({name: x[items] for name, x in some.items()} for some in (self.poles, self.ranks)),
-            self.block, m.window, m.sinks, m.keys, m.order == 2, m.select == "mass", m.cap, self.scale,
+            self.variance[items], stores[0], stores[1], self.block, m.window, m.sinks, m.keys, m.order == 2,
+            m.select == "mass", m.cap, self.scale,
         )  # fmt: skip
 
     def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: list[list[int]], items: slice) -> Found:
@@ -182,9 +187,8 @@ class MultipolePast:
         self.pending[item, :, : rest.shape[1]] = rest
         counts = torch.arange(whole * block, device=q.device) >= self.lost[item]
         more = sums(done, counts[None], block)
-        found = Sums(
-            self.told[item] + more.total, self.first[item, :, None] + more.first, self.second[item, :, None] + more.second
-        )  # fmt: skip
+        first, second = self.first[item, :, None] + more.first, self.second[item, :, None] + more.second
+        found = Sums(self.told[item] + more.total, first, second)
         known = found.moments
         self.told[item] += whole * block - self.lost[item]
         self.lost[item] = 0
@@ -196,10 +200,10 @@ class MultipolePast:
         if complete > chunks:
             ends = torch.arange(chunks, complete, device=q.device) * BLOCKS + BLOCKS - 1 - before
             self._add(item, k, v, chunks, complete, known.at(ends), whole=True)
-        first = max(before, complete * BLOCKS)
-        if after > first:
-            recent = torch.arange(first - before, after - before, device=q.device)
-            self._add(item, k, v, first, after, known.at(recent), whole=False)
+        start = max(before, complete * BLOCKS)
+        if after > start:
+            recent = torch.arange(start - before, after - before, device=q.device)
+            self._add(item, k, v, start, after, known.at(recent), whole=False)
         self.visible[item] = self._row(after)
 
     def _row(self, block: int) -> int:
@@ -228,11 +232,13 @@ class MultipolePast:
         sizes.scatter_add_(2, slot, torch.ones_like(slot, dtype=torch.int32))
         sizes = sizes[:, :, :total]
         begin = sizes.cumsum(2, dtype=torch.int32) - sizes + low
-        number = torch.where(level.labels < 0, -1, level.labels % level.clusters + level.labels // level.clusters * wanted + at)
+        number = torch.where(
+            level.labels < 0, -1, level.labels % level.clusters + level.labels // level.clusters * wanted + at
+        )
 
         count = (end - start) * wanted
         self._make_room(at + count + _SLACK, high)
-        for (name, store), x in zip(self.poles.items(), (*described, begin, sizes), strict=True):
+        for store, x in zip(self.poles.values(), (*described, begin, sizes), strict=True):
             slots = store[item, :, at : at + count].unflatten(1, (end - start, wanted))
             slots.zero_()
             slots[:, :, : level.clusters] = x[0].unflatten(1, (end - start, level.clusters))

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from sparing.call import Call
 from sparing.maths import blocks, dense
 from sparing.maths.packing import place_of_rank
-from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
+from sparing.method import Cost, Method, Shape, Supports, knob, method
 from sparing.native.window import window
 
 _SCORES = 2**22  # logits that are held at once
@@ -39,7 +39,9 @@ class Window(Method):
 
     name = "window"
     budget = "size"
-    supports = Supports(causal=True, cross_attention=False, lse=True, position_based=True, decode=True, training_free=True)
+    supports = Supports(
+        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, training_free=True
+    )
 
     size: int = knob(128, minimum=0)
     sinks: int = knob(0, minimum=0)
@@ -108,24 +110,23 @@ class Window(Method):
         self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         n_q, n = q.shape[2], k.shape[2]
-        if n <= self.global_tokens:
-            raise Unsupported(f"window: global_tokens={self.global_tokens} must all be in the prompt, of {n - n_q} tokens")
-        low = max(n - n_q - self.size, 0)  # the first position of any window
-        shared = min(max(self.sinks, self.global_tokens), n)
         valid = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if keep is None else keep
-        place = torch.arange(low, n, device=q.device).expand(q.shape[0], -1)
-        row = torch.arange(n - n_q, n, device=q.device)[:, None]
-        seen = valid[:, None, low:] & (place[:, None] >= row - self.size) & (place[:, None] <= row)
+        sees_all = valid.cumsum(-1)[:, n - n_q :, None] <= self.global_tokens  # (B, n_q, 1)
+        low = max(n - n_q - self.size, 0)  # the first position of any window
+        if self.global_tokens and bool(sees_all.any()):
+            low = 0
+        place, row = torch.arange(low, n, device=q.device), torch.arange(n - n_q, n, device=q.device)[:, None]
+        seen = valid[:, None, low:] & ((place >= row - self.size) | sees_all) & (place <= row)
         keys, values = k[:, :, low:], v[:, :, low:]
-        if shared:
+        if shared := min(max(self.sinks, self.global_tokens), n):
             first = place_of_rank(valid)[:, :shared]
             exists = torch.arange(shared, device=q.device) < valid.sum(-1, keepdim=True)
-            far = exists[:, None] & (first[:, None] < row - self.size)
+            far = exists[:, None] & (first[:, None] < row - self.size) & ~sees_all  # each key once
             keys, values = (torch.cat([_pick(x, first), y], dim=2) for x, y in ((k, keys), (v, values)))
             seen = torch.cat([far, seen], dim=-1)
         seen = seen & valid[:, n - n_q :, None]
         groups = q.shape[1] // k.shape[1]
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+        keys, values = (x.to(q.dtype).repeat_interleave(groups, dim=1) for x in (keys, values))
         weights, lse = dense.softmax((q @ keys.mT * scale).masked_fill(~seen[:, None], -torch.inf))
         return weights @ values, {"lse": lse, "touched": seen.sum(-1)[:, None].expand_as(lse)}
 

@@ -52,7 +52,7 @@ class TopKeys(Method):
         if keep is not None:
             seen = seen & keep[:, None, None, :] & keep[:, None, n - n_q :, None]
         groups = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        k, v = (x.to(q.dtype).repeat_interleave(groups, dim=1) for x in (k, v))
         scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
         weights, lse = dense.softmax(scores.masked_fill(~largest(scores, self.keys), -torch.inf))
         touched = seen.sum(-1).clamp_max(self.keys).expand_as(lse)

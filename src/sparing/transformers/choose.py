@@ -14,14 +14,14 @@ from sparing.method import Method, Unsupported
 from sparing.method import method as _method
 from sparing.transformers.find import Layer
 from sparing.transformers.recipe import Recipe, is_path
-from sparing.transformers.slot import Choice
+from sparing.transformers.slot import WHEN, Choice
 
 What = str | Method | Mapping[Any, str | Method] | Recipe | os.PathLike[str]
 Layers = int | str | Sequence[int | str]
 
 
 def choose(
-    model: nn.Module, places: list[Layer], what: What | None, layers: Layers | None, seed: int | None
+    model: nn.Module, places: list[Layer], what: What | None, layers: Layers | None, seed: int | None, when: str | None
 ) -> tuple[dict[int, Choice], dict[int, str]]:
     """The layers' choices by number, and why layers that were not named stay exact."""
     if what is None:
@@ -31,6 +31,8 @@ def choose(
         what = Recipe.of(what)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed={seed!r} must be an integer or None")
+    if when is not None and when not in WHEN:
+        raise ValueError(f"when={when!r} is not one of {', '.join(map(repr, WHEN))}")
     exact: dict[int, str] = {}
     if isinstance(what, Recipe) or is_path(what):
         wanted = _from_recipe(Recipe.of(what), model, places, layers)  # type: ignore[arg-type]
@@ -38,6 +40,8 @@ def choose(
         wanted = _from_mapping(what, places, layers, seed)
     else:
         wanted, exact = _from_method(what, places, layers, seed)  # type: ignore[arg-type]
+    for choice in wanted.values():
+        choice.when = choice.when if when is None else when
     _refuse(places, wanted)
     _warn(places, wanted)
     return wanted, exact
@@ -96,7 +100,8 @@ def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: 
     for layer, name in zip(places, names, strict=True):
         spec = recipe.spec_of(name)
         if spec is not None:
-            wanted[layer.index] = Choice(layer.method(spec), recipe.seed_of(name), layer.stream)
+            method, when = layer.method(spec), recipe.when_of(name)
+            wanted[layer.index] = Choice(method, recipe.seed_of(name), layer.stream, when=when)
     return wanted
 
 
@@ -120,7 +125,7 @@ def _select(places: list[Layer], layers: Any, argument: str) -> list[int]:
 
 def _refuse(places: list[Layer], wanted: dict[int, Choice]) -> None:
     """Raise where a layer cannot run what it should, before anything is changed."""
-    reasons = [(places[i], choice.method, places[i].refusal(choice.method)) for i, choice in wanted.items()]
+    reasons = [(places[i], choice.method, _refusal(places[i], choice)) for i, choice in wanted.items()]
     bad = [(layer, method, why) for layer, method, why in reasons if why is not None]
     if bad:
         layer, method, why = bad[0]
@@ -128,6 +133,16 @@ def _refuse(places: list[Layer], wanted: dict[int, Choice]) -> None:
         good = next((p.name for p, _, why in reasons if why is None), None)
         way_out = f"name the layers that can, as layers=[{good!r}]" if good else "use another method"
         raise Unsupported(f"{layer.name}{more} cannot run {method}: {why}; {way_out}")
+
+
+def _refusal(layer: Layer, choice: Choice) -> str | None:
+    method = choice.method
+    if choice.when == "decode" and not choice.exact and layer.foreign is None:
+        if not method.supports.decode:
+            return f"when='decode', but {method.name} cannot continue a cache"
+        if not layer.causal or layer.cross:
+            return "when='decode', but the layer never continues a cache"
+    return layer.refusal(method)
 
 
 def _warn(places: list[Layer], wanted: dict[int, Choice]) -> None:

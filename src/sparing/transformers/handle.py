@@ -13,6 +13,7 @@ from torch import nn
 
 from sparing.transformers.adapters import settle
 from sparing.transformers.choose import Layers, What, choose
+from sparing.transformers.decode import look_ahead
 from sparing.transformers.deferred import Deferred
 from sparing.transformers.find import Layer, find
 from sparing.transformers.hook import register
@@ -98,11 +99,24 @@ class Handle:
         for text, names in runs:
             place = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             lines.append(f"  {place}: {text}")
-        if any(layer.causal and running(layer) is not None for layer in self._layers):
-            lines.append("  prompts run as above; tokens that continue a cache (decoding) run exact attention")
+        lines += [f"  {line}" for line in self._phases()]
         if any(layer.causal and (method := running(layer)) and method.supports.projection for layer in self._layers):
             lines.append("  methods on the value layer need use_cache=False")
         return "\n".join(lines) + ">"
+
+    def _phases(self) -> list[str]:
+        """What causal layers do with prompts, and with tokens that continue a cache."""
+        found = {}
+        for layer in self._layers:
+            slot = slot_of(layer.module)
+            if layer.causal and running(layer) is not None and slot is not None and slot.choice is not None:
+                found[slot.choice.when == "decode", slot.choice.decodes] = True
+        lines = {
+            (False, False): "prompts run as above; tokens that continue a cache (decoding) run exact attention",
+            (False, True): "prompts and tokens that continue a cache (decoding) run as above",
+            (True, True): "prompts run exact attention; tokens that continue a cache (decoding) run as above",
+        }
+        return [text if len(found) == 1 else f"some layers: {text}" for case, text in lines.items() if case in found]
 
     def _summary(self) -> str:
         if not self.active:
@@ -112,7 +126,12 @@ class Handle:
 
 
 def approximate(
-    model: nn.Module, what: What | None = None, *, layers: Layers | None = None, seed: int | None = 0
+    model: nn.Module,
+    what: What | None = None,
+    *,
+    layers: Layers | None = None,
+    seed: int | None = 0,
+    when: str | None = None,
 ) -> Handle:
     """Let a Hugging Face model run other attention, in place; no weight is changed and nothing is copied.
 
@@ -122,11 +141,14 @@ def approximate(
         None: every attention layer, except those that attend within a window by themselves and those whose code
         sparing cannot reach; the handle's repr tells which stayed exact, and why.
     seed: fixes all random choices. None draws new ones at each call, governed by `torch.manual_seed`.
+    when: "prefill" approximates prompts, and all other calls without a cache; "decode" leaves these exact and
+        approximates tokens that continue a cache; "always" does both. None: as the recipe says, or else "always".
 
     Returns a handle: `handle.restore()` gives the model back, and so does the end of a `with` block, also after an
     exception. Calls may be nested: a later one rules where it says something, until it is restored. What a layer cannot
-    run is refused before anything is changed. While decoding (one new token, or several that continue a cache) every
-    layer runs exact attention.
+    run is refused before anything is changed. Tokens that continue a cache (`generate`) run methods that can decode:
+    multipole, window and top_keys, from a `sparing.Index` beside the cache; all other methods leave them exact, and so
+    do caches that are not plain `DynamicCache` layers of float32 or float64.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64))
@@ -136,7 +158,7 @@ def approximate(
       encoder.layer.0.attention.self ... encoder.layer.1.attention.self (2 layers): nystrom(landmarks=16)>
     """
     places = find(model)
-    wanted, exact = choose(model, places, what, layers, seed)
+    wanted, exact = choose(model, places, what, layers, seed, when)
     register()
     handle = Handle(model, places, wanted, exact)
     try:
@@ -179,6 +201,8 @@ def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], Non
     for switch in slot.switches:
         undo.append(switch.on())
     settle(layer.module, slot, layer.own)
+    if choice.decodes and layer.causal:
+        undo.append(layer.module.register_forward_pre_hook(look_ahead, with_kwargs=True).remove)
     if choice.method.supports.projection and layer.value is not None and layer.own is None:
         present = getattr(layer.module, layer.value)
         if not isinstance(present, Deferred):

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparing.method import Projection, Unsupported
 from sparing.transformers.adapters import misreads_masks
+from sparing.transformers.decode import decode, learn
 from sparing.transformers.deferred import Deferred
 from sparing.transformers.masks import biased
 from sparing.transformers.resolve import resolve
@@ -57,7 +58,8 @@ def attention_function(
             f"the mask function registered under {NAME!r} is not sparing's, so padding and causality would be lost; "
             "call sparing.transformers.register() again"
         )
-    slot = slot_of(module) or resolve(module)
+    found = slot_of(module)
+    slot = resolve(module) if found is None else found
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
             raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; leave it exact")
@@ -69,37 +71,46 @@ def attention_function(
 
     n_q, n_k = query.shape[2], key.shape[2]
     choice, exact = slot.choice, slot.choice is None or slot.choice.exact
-    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if causal and not exact and n_q == n_k > 1 and attention_mask is not None and attention_mask.ndim == 4:
+    looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    if looks_back and not exact and n_q == n_k > 1 and attention_mask is not None and attention_mask.ndim == 4:
         attention_mask = _reduced(attention_mask)
     small = attention_mask is None or attention_mask.ndim == 2  # the mask function left causality to us
-    causal = causal and n_q > 1 and small
+    causal = looks_back and n_q > 1 and small
     if attention_mask is not None and small and not causal:
         raise RuntimeError(f"{slot.name}: a causal mask of shape {list(attention_mask.shape)} in a layer that is not")
 
     continues = (n_q == 1 and n_k > 1) or (n_q < n_k and not small and not slot.cross)
-    if choice is None or exact or continues:
-        if choice is not None and not torch.compiler.is_compiling():
-            choice.tally.exact_calls += 1
-        if isinstance(given, Projection):
-            given = given.project(key.shape[1])
-        if attention_mask is not None and small:
-            attention_mask = _square(attention_mask, n_k)
+    tracing = torch.compiler.is_compiling()
+    follows = looks_back and position_bias is None and isinstance(given, Tensor) and not tracing
+    if choice is not None and continues and follows and choice.decodes:
+        steps = decode(slot, choice, query, key, given, attention_mask, dropout)  # type: ignore[arg-type]
+        if steps is not None:
+            return steps.transpose(1, 2).contiguous(), None
+    elif choice is not None and not tracing and (exact or continues or choice.when == "decode"):
+        choice.tally.exact_calls += 1
+
+    if choice is None or exact or continues or choice.when == "decode":
+        whole = given.project(key.shape[1]) if isinstance(given, Projection) else given
+        mask = _square(attention_mask, n_k) if attention_mask is not None and small else attention_mask
         if position_bias is not None:
             others["position_bias"] = position_bias
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, given, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, whole, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
-
-    if causal and n_k > n_q:  # the prompt in a static cache, whose other slots are empty
-        key, given = key[:, :, :n_q], given[:, :, :n_q] if isinstance(given, Tensor) else given
-        position_bias = None if position_bias is None else position_bias[..., :n_q]
-    if attention_mask is not None and attention_mask.ndim == 2:
-        attention_mask = attention_mask[:, None, None, :]
-    if position_bias is not None:
-        attention_mask = biased(position_bias, attention_mask)
-    out = serve(slot, choice, query, key, given, attention_mask, is_causal=causal, scale=scaling, dropout=dropout)
-    return out.transpose(1, 2).contiguous(), None
+    else:
+        keys, values, mask = key, given, attention_mask
+        if causal and n_k > n_q:  # the prompt in a static cache, whose other slots are empty
+            keys, values = key[:, :, :n_q], given[:, :, :n_q] if isinstance(given, Tensor) else given
+            position_bias = None if position_bias is None else position_bias[..., :n_q]
+        if mask is not None and mask.ndim == 2:
+            mask = mask[:, None, None, :]
+        if position_bias is not None:
+            mask = biased(position_bias, mask)
+        out = serve(slot, choice, query, keys, values, mask, is_causal=causal, scale=scaling, dropout=dropout)
+        out = out.transpose(1, 2).contiguous()
+    if choice is not None and follows and not continues and choice.decodes:
+        learn(slot, choice, query, key, given, attention_mask, scaling, unasked=found is None)  # type: ignore[arg-type]
+    return out, None
 
 
 def mask_function(

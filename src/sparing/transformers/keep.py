@@ -26,15 +26,16 @@ def running(layer: Layer) -> Method | None:
 
 def recipe_of(model: nn.Module, layers: list[Layer]) -> Recipe:
     """What the model runs now."""
-    specs, seeds = {}, {}
+    specs, seeds, whens = {}, {}, {}
     for layer in layers:
         name, slot = base_name(model, layer.name), slot_of(layer.module)
         specs[name] = str(running(layer) or "exact")
         if slot is not None and slot.choice is not None:
-            seeds[name] = slot.choice.seed
-    one = len(set(seeds.values())) <= 1
+            seeds[name], whens[name] = slot.choice.seed, slot.choice.when
     architecture = getattr(getattr(model, "config", None), "model_type", None)
-    return Recipe(specs, next(iter(seeds.values()), 0) if one else seeds, architecture)
+    seed = seeds if len(set(seeds.values())) > 1 else next(iter(seeds.values()), 0)
+    when = whens if len(set(whens.values())) > 1 else next(iter(whens.values()), "always")
+    return Recipe(specs, seed, architecture, when=when)
 
 
 def keep_recipe(model: nn.Module, layers: list[Layer]) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 from sparing.method import Method
 from sparing.method import method as _method
+from sparing.transformers.slot import WHEN
 
 VERSION = 1
-_KNOWN = ("version", "architecture", "seed", "layers", "about")
+_KNOWN = ("version", "architecture", "seed", "when", "layers", "about")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Recipe:
     seed: fixes all random choices; None draws new ones at each call. A mapping gives layers seeds of their own.
     architecture: the `model_type` that the recipe was made for; None fits any.
     about: anything else that is worth keeping: how it was found, for which data, on which machine.
+    when: "always", or "prefill" or "decode" alone, as for `approximate()`. A mapping gives layers their own.
 
     >>> sparing.Recipe({"encoder.layer.*": "nystrom(landmarks=64)"}).to_dict()["layers"]
     {'encoder.layer.*': 'nystrom(landmarks=64)'}
@@ -36,6 +38,7 @@ class Recipe:
     seed: int | Mapping[str, int | None] | None = 0
     architecture: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    when: str | Mapping[str, str] = "always"
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping):
@@ -47,6 +50,9 @@ class Recipe:
         for seed in self.seed.values() if isinstance(self.seed, Mapping) else (self.seed,):
             if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
                 raise TypeError(f"recipe: seed={seed!r} must be an integer or None")
+        for when in self.when.values() if isinstance(self.when, Mapping) else (self.when,):
+            if when not in WHEN:
+                raise ValueError(f"recipe: when={when!r} is not one of {', '.join(map(repr, WHEN))}")
         object.__setattr__(self, "layers", dict(self.layers))
 
     @classmethod
@@ -80,14 +86,17 @@ class Recipe:
         unknown = set(found) - set(_KNOWN)
         if unknown:
             raise ValueError(f"{label}: unknown entries {', '.join(sorted(unknown))}; known: {', '.join(_KNOWN)}")
-        return cls(found["layers"], found.get("seed", 0), found.get("architecture"), found.get("about", {}))
+        when = found.get("when", "always")
+        return cls(found["layers"], found.get("seed", 0), found.get("architecture"), found.get("about", {}), when)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON holds."""
         seed = dict(self.seed) if isinstance(self.seed, Mapping) else self.seed
         layers, about = dict(self.layers), dict(self.about)
+        when = {} if self.when == "always" else {"when": self.when if isinstance(self.when, str) else dict(self.when)}
         return {
-            "version": VERSION, "architecture": self.architecture, "seed": seed, "layers": layers, "about": about,
+            "version": VERSION, "architecture": self.architecture, "seed": seed, **when, "layers": layers,
+            "about": about,
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -114,6 +123,10 @@ class Recipe:
     def seed_of(self, name: str) -> int | None:
         """The seed of a layer."""
         return self.seed.get(name) if isinstance(self.seed, Mapping) else self.seed
+
+    def when_of(self, name: str) -> str:
+        """Which tokens of a layer are approximated."""
+        return self.when.get(name, "always") if isinstance(self.when, Mapping) else self.when
 
     def name_at(self, index: int) -> str | None:
         """The name of a layer by its number, where the layers are one numbered stack; None where that is not clear."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from sparing.transformers.decode import look_ahead
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.slot import Choice, Slot, hang
 from sparing.transformers.switch import CHOSEN
@@ -53,8 +54,9 @@ def resolve(module: nn.Module) -> Slot:
     if method is not None:
         if method.supports.projection:
             raise RuntimeError(f"{name}: {method.name} works on the value layer; {way_out}")
-        slot.choices.append(Choice(method, recipe.seed_of(name), index, by_name=True))
+        slot.choices.append(Choice(method, recipe.seed_of(name), index, when=recipe.when_of(name), by_name=True))
     hang(module, slot)
+    module.register_forward_pre_hook(look_ahead, with_kwargs=True)  # does nothing once the slot is gone
     return slot
 
 

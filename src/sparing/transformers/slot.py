@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -10,6 +11,12 @@ from sparing.method import Method
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
 from sparing.transformers.switch import Switch, is_ours
+
+if TYPE_CHECKING:
+    from sparing.transformers.cache import IndexedLayer
+
+#: Which tokens are approximated: a prompt, those that continue a cache one by one, or both.
+WHEN = ("always", "prefill", "decode")
 
 _ATTRIBUTE = "_sparing"
 _HEADS = 2**16  # streams per layer, more than any layer has heads
@@ -23,11 +30,17 @@ class Choice:
     seed: int | None
     index: int  #: the layer's number in its model; keys the random streams
     tally: Tally = field(default_factory=Tally)
+    when: str = "always"  #: one of `WHEN`
     by_name: bool = False  #: read from the config's recipe, and not by `approximate()`
 
     @property
     def exact(self) -> bool:
         return type(self.method) is Exact
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens that continue a cache are approximated."""
+        return self.when != "prefill" and self.method.supports.decode
 
     def streams(self, heads: int) -> list[int]:
         """Random streams of the key-value heads; no two layers share one."""
@@ -45,6 +58,11 @@ class Slot:
     choices: list[Choice] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     served: bool = False  #: the layer has called sparing at least once
+    layer: IndexedLayer | None = field(default=None, repr=False)  #: of the cache that the present call appends to
+    orphan: Any = field(default=None, repr=False)  #: keys and their index, until their cache is known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "layer": None, "orphan": None}  # a copy of a model has no cache
 
     @property
     def choice(self) -> Choice | None:

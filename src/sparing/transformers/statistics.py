@@ -17,7 +17,11 @@ class Tally:
     """Sums over the calls of one layer. Work is counted on valid tokens, as if padding had been taken out."""
 
     calls: int = 0  #: that ran the method
-    exact_calls: int = 0  #: that ran exact attention, because they continue a cache
+    steps: int = 0  #: that ran the method on tokens which continue a cache
+    exact_calls: int = 0  #: that ran exact attention, because they continue a cache, or are a prompt left exact
+    covered: int = 0  #: that were exact because the method's budget holds every key
+    touched: float = 0.0  #: keys and summaries that queries of `steps` read, summed over heads
+    shown: float = 0.0  #: keys that they could have read
     tokens: int = 0  #: valid keys
     slots: int = 0  #: keys with padding
     rate: float = 0.0  #: shares of the features that were sampled, summed over valid keys (mean over heads)
@@ -35,6 +39,7 @@ class Tally:
         width = value.weight.shape[0] // kv_heads if isinstance(value, Projection) else value.shape[-1]
         features = value.x.shape[-1] if isinstance(value, Projection) else None
         self.calls += 1
+        self.covered += method.covers(n_k)
         self.slots += batch * n_k
         for item, length in enumerate(lengths):
             shape = Shape(
@@ -46,6 +51,17 @@ class Tally:
             self.rate += length * (float(own["padded_rate"]) if own else 1.0)
             self.exact_flops += _method("exact").cost(shape).flops
             self.flops += method.cost(shape, own).flops
+
+    def add_step(self, query: Tensor, key: Tensor, value: Tensor, facts: Mapping[str, Tensor]) -> None:
+        """Count a call that continued a cache."""
+        touched = float(facts["touched"].sum())
+        shown = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+        self.steps += 1
+        self.touched += touched
+        self.shown += shown
+        each = 2.0 * key.shape[3] + 2.0 * value.shape[3] + 1.0
+        self.flops += each * touched
+        self.exact_flops += each * shown
 
     def add_values(self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float) -> None:
         """Count a call whose weights somebody else computed, in `other_flops`, and whose values were sampled.
@@ -77,6 +93,19 @@ class LayerStatistics:
     @property
     def exact_calls(self) -> int:
         return self.tally.exact_calls
+
+    @property
+    def steps(self) -> int:
+        return self.tally.steps
+
+    @property
+    def covered(self) -> int:
+        return self.tally.covered
+
+    @property
+    def share_read(self) -> float | None:
+        """Of the keys in the cache, how many a decoded token read, summaries included; None if none was decoded."""
+        return self.tally.touched / self.tally.shown if self.tally.shown else None
 
     @property
     def rate(self) -> float | None:
@@ -129,12 +158,16 @@ class Statistics:
         return LayerStatistics("total", sampled[0].method if sampled else _method("exact"), whole)
 
     def __str__(self) -> str:
-        head = ("layer", "method", "calls", "exact calls", "rate", "paper's FLOPs", "projection", "whole attention")
-        rows = [head]
+        head = (
+            "layer", "method", "calls", "steps", "exact calls", "covered", "read", "rate", "paper's FLOPs",
+            "projection", "whole attention",
+        )  # fmt: skip
+        rows: list[tuple[str, ...]] = [head]
         for layer in (*self.layers, *([self.total] if len(self.layers) > 1 else [])):
             rows.append((
-                layer.name, str(layer.method), str(layer.calls), str(layer.exact_calls), _share(layer.rate),
-                _ratio(layer.paper_reduction), _ratio(layer.projection_reduction), _ratio(layer.reduction),
+                layer.name, str(layer.method), str(layer.calls), str(layer.steps), str(layer.exact_calls),
+                str(layer.covered), _share(layer.share_read), _share(layer.rate), _ratio(layer.paper_reduction),
+                _ratio(layer.projection_reduction), _ratio(layer.reduction),
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

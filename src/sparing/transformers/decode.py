@@ -1,0 +1,112 @@
+"""Tokens that continue a cache: approximate attention from the index that is kept beside it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from sparing.index import Index
+from sparing.transformers.cache import IndexedLayer, indexed
+from sparing.transformers.slot import Choice, Slot, slot_of
+
+
+def look_ahead(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook: finds the cache that an attention module is about to append to."""
+    if torch.compiler.is_compiling() or (slot := slot_of(module)) is None:
+        return
+    slot.layer = None
+    number = getattr(module, "layer_idx", None)
+    if slot.choice is None or not slot.choice.decodes or slot.cross or slot.window is not None or number is None:
+        return
+    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+    if cache is None or (layer := indexed(cache, number)) is None:
+        return
+    slot.layer = layer
+    if layer.index is None and slot.orphan is not None:
+        keys, index = slot.orphan
+        if layer.keys is not None and keys() is layer.keys:
+            layer.give(index)
+    slot.orphan = None
+
+
+def learn(
+    slot: Slot, choice: Choice, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *,
+    unasked: bool,
+) -> None:  # fmt: skip
+    """Start the index of a prompt, beside its cache.
+
+    unasked: `look_ahead` was not there yet, so that the index has to wait until the cache is known.
+    """
+    layer = _claim(slot, key, value)
+    if (layer is None and not unasked) or query.shape[2] != key.shape[2] or not _possible(query, key, value):
+        return
+    known, keep = padding(mask, query.shape[2], key.shape[2])
+    if not known:
+        return
+    index = Index(choice.method, seed=choice.seed, scale=scale, streams=choice.streams(key.shape[1]))
+    index.append(query, key, value, keep)
+    if layer is not None:
+        layer.give(index)
+    else:
+        slot.orphan = (weakref.ref(key), index)
+
+
+def decode(
+    slot: Slot, choice: Choice, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> Tensor | None:
+    """Attention of tokens that continue the cache, [B, H, n_q, e]; None where it has to be exact."""
+    layer, n_q, n_k = _claim(slot, key, value), query.shape[2], key.shape[2]
+    index = None if layer is None else layer.index
+    known, keep = padding(mask, n_q, n_k)
+    follows = known and dropout == 0 and _possible(query, key, value)
+    if index is None or index.method != choice.method or index.length + n_q != n_k or not follows:
+        if layer is not None:
+            layer.give(None)  # it would miss these tokens
+        choice.tally.exact_calls += 1
+        return None
+    covered = choice.method.covers(n_k)
+    if covered or (n_q > 1 and choice.when == "decode"):
+        index.append(query, key, value, keep)
+        choice.tally.covered += covered
+        choice.tally.exact_calls += not covered
+        return None
+    out = index.attention(query, key, value, keep)
+    choice.tally.add_step(query, key, value, index.statistics)
+    return out
+
+
+def _claim(slot: Slot, key: Tensor, value: Tensor) -> IndexedLayer | None:
+    """The layer of the cache, if it holds just these keys and values."""
+    layer, slot.layer = slot.layer, None
+    return layer if layer is not None and layer.keys is key and layer.values is value else None
+
+
+def padding(mask: Tensor | None, n_q: int, n_k: int) -> tuple[bool, Tensor | None]:
+    """Whether a mask of the last n_q of n_k positions is causality and padding alone, and the padding [B, n_k]."""
+    if mask is None:
+        return True, None
+    if mask.ndim == 2:
+        return True, mask
+    if mask.shape[1] != 1 or mask.requires_grad:
+        return False, None
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((mask[~shown] <= torch.finfo(mask.dtype).min).all()):
+        return False, None
+    keep = shown[:, 0, -1]
+    if n_q > 1:
+        causal = torch.ones(n_q, n_k, dtype=torch.bool, device=mask.device).tril(n_k - n_q)
+        # A row of padding may be shown anything.
+        rows = keep[:, n_k - n_q :, None]
+        if not torch.equal(shown[:, 0] & rows, causal & keep[:, None] & rows):
+            return False, None
+    return True, keep
+
+
+def _possible(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether an index can follow: no gradient, and no 16-bit cache, all of which a step would have to convert."""
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return not gradient and key.dtype in (torch.float32, torch.float64)
