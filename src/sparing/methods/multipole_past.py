@@ -54,6 +54,7 @@ class MultipolePast:
         self.pending = q.new_zeros(batch, heads, self.block, d)  # queries of the block that is not complete
         self.mean, self.variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
         self.spoiled = q.new_zeros(batch, heads, dtype=torch.bool)  # by a key or value that is infinite or NaN
+        self.any_spoiled = False
         some, small = q.new_zeros(batch, heads, 0), q.new_zeros(batch, heads, 0, dtype=torch.int32)
         # By cluster, (B, H, C, ...): its summary, and where its members are.
         self.poles: dict[str, Tensor] = {
@@ -90,7 +91,7 @@ class MultipolePast:
                 parts = [self._several(item, rows, q, k, v) for item, rows in enumerate(new)]
                 found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
         out, lse, error, read, spared = found
-        if bool(self.spoiled.any()):
+        if self.any_spoiled:
             out = out.masked_fill(self.spoiled[:, :, None, None], torch.nan)
         return out, {"lse": lse, "error": error, "touched": read + spared, "exact": spared == 0}
 
@@ -116,12 +117,14 @@ class MultipolePast:
         """
         if not native.ready(q):
             return self.attend_densely(q, k, v, own, items)
-        m, place = self.method, None if self.place is None else self.place[items]
-        stores = [{name: x[items] for name, x in store.items()} for store in (self.poles, self.ranks)]
+        m, place, poles, ranks = self.method, self.place, self.poles, self.ranks
+        mean, variance = self.mean, self.variance
+        if len(own) < len(self.counts):
+            poles, ranks = ({name: x[items] for name, x in store.items()} for store in (poles, ranks))
+            place, mean, variance = None if place is None else place[items], mean[items], variance[items]
         return multipole_step(
-            q, k, v, place, torch.tensor(own), torch.tensor(self.visible[items]), self.mean[items],
-            self.variance[items], stores[0], stores[1], self.block, m.window, m.sinks, m.keys, m.order == 2,
-            m.select == "mass", m.cap, self.scale,
+            q, k, v, place, torch.tensor(own), torch.tensor(self.visible[items]), mean, variance, poles, ranks,
+            self.block, m.window, m.sinks, m.keys, m.order == 2, m.select == "mass", m.cap, self.scale,
         )  # fmt: skip
 
     def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: list[list[int]], items: slice) -> Found:
@@ -218,6 +221,7 @@ class MultipolePast:
         place = rank if self.place is None else self.place[item, low:high]
         k, v = (x[item, :, place].to(self.mean.dtype).repeat_interleave(self.groups, 0).unsqueeze(0) for x in (k, v))
         self.spoiled[item] |= ~(k.isfinite().all(-1) & v.isfinite().all(-1)).all(-1)[0]
+        self.any_spoiled = bool(self.spoiled.any())
         k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
         cut = partial(native_cluster if native.ready(k) else cluster, steps=self.method.steps)
         usable, many = (rank >= self.method.sinks).unsqueeze(0), torch.tensor([[wanted]], device=k.device)

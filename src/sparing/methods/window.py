@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparing import native
 from sparing.call import Call
 from sparing.maths import blocks, dense
 from sparing.maths.packing import place_of_rank
 from sparing.method import Cost, Method, Shape, Supports, knob, method
+from sparing.native.multipole import near_step
 from sparing.native.window import window
 
 _SCORES = 2**22  # logits that are held at once
@@ -110,6 +112,11 @@ class Window(Method):
         self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         n_q, n = q.shape[2], k.shape[2]
+        if keep is None and n - n_q >= self.global_tokens and native.ready(q) and k.dtype == q.dtype:
+            shared = max(self.sinks, self.global_tokens)
+            own = torch.arange(n - n_q, n).expand(q.shape[0], -1).contiguous()
+            out, lse, _, read, _ = near_step(q, k, v, own, self.size, shared, scale)
+            return out, {"lse": lse, "touched": read}
         valid = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if keep is None else keep
         sees_all = valid.cumsum(-1)[:, n - n_q :, None] <= self.global_tokens  # (B, n_q, 1)
         low = max(n - n_q - self.size, 0)  # the first position of any window

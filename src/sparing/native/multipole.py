@@ -174,6 +174,24 @@ def multipole_step(
     )  # fmt: skip
 
 
+def near_step(
+    q: Tensor, k: Tensor, v: Tensor, own: Tensor, before: int, sinks: int, scale: float
+) -> tuple[Tensor, ...]:
+    """The same without clusters: a query sees its own key, so many before it, and the first ones."""
+    batch, heads, _, d = q.shape
+    few, small = q.new_empty(batch, heads, 0), torch.empty(batch, heads, 0, dtype=torch.int32)
+    poles = dict.fromkeys(_POLES, few) | {
+        "keys": q.new_empty(batch, heads, 0, d), "values": q.new_empty(batch, heads, 0, v.shape[3]), "begin": small,
+        "size": small,
+    }  # fmt: skip
+    ranks = {"labels": small, "shares": few, "members": small}
+    mean, variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
+    visible = torch.zeros(batch, dtype=torch.long)
+    return multipole_step(
+        q, k, v, None, own, visible, mean, variance, poles, ranks, 1, before, sinks, 0, False, False, 1.0, scale
+    )
+
+
 _POLES = ("keys", "values", "offset", "weight", "spread", "scatter", "begin", "size")
 
 

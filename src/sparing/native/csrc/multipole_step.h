@@ -49,6 +49,10 @@ SPARING_INLINE void dots_with(const T* q, int64_t depth, int64_t count, const Ro
   }
 }
 
+// What is left out for being too small to show, of a total: all of it together stays below rounding.
+template <class T>
+inline constexpr T kFaint = sizeof(T) == 4 ? T(0x1p-34) : T(0x1p-63);
+
 // out = sum of weight[i] * rows[i]; rows of weight zero are not read.
 template <class T>
 SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, int64_t width, T* out) {
@@ -236,6 +240,16 @@ struct StepQuery {
         memory.weight[terms] = f;
         memory.value[terms++] = call.pole_values + (at + c) * call.width;
       }
+      int64_t kept = rows;
+      for (int64_t i = rows, c = 0; i < terms; ++i, ++c) {
+        while (memory.score[c] == T(0)) ++c;
+        if (memory.weight[i] * call.weight[at + c] < kFaint<T> * total) {
+          memory.score[c] = T(0);
+          continue;
+        }
+        memory.weight[kept] = memory.weight[i], memory.value[kept++] = memory.value[i];
+      }
+      terms = kept;
       // A summary holds its members near by, which are exact.
       for (int64_t r = 0; r < near; ++r) {
         const int32_t label = labels()[low + r];
