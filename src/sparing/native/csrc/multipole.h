@@ -6,19 +6,25 @@
 
 inline constexpr int64_t kQueries = 4096;      // queries of a task, at most
 inline constexpr int64_t kExpansions = 1 << 20;  // expansions of a task, at most
+inline constexpr int64_t kVisitors = 24;            // queries that meet a cluster's members at once: they stay in the first cache
+
+inline constexpr int kChains = 4;                // searches that do not wait for each other
 
 // What some queries have absorbed.
 template <class T>
 struct Absorbed {
-  T *sums, *top, *total;  // [queries][width], [queries]
+  T *sums, *top, *total;  // [queries][stride], [queries], [queries][lanes]: the sum over lanes counts
+  int64_t stride;         // padded width
 };
 
 template <class T>
 struct MultipoleMemory {
   Block<T> block;
-  T *scores, *worth;       // [clusters][kRows]
+  T* scores;               // [clusters][kRows]
+  T *worth, *left;         // [clusters][lanes] what expanding them is worth to some queries, and takes
   T *gone, *gone_weight;   // [stretch][kRows] members of a cluster that are exact already
   Absorbed<T> absorbed;    // by the queries of the task
+  T* values;               // [kRows][padded width] of members of a cluster
   T *shift, *missed;       // [queries]
   T* sizes;                // [clusters] members
   Int<T> *slot;            // [clusters] row of `gone`, or -1
@@ -57,12 +63,15 @@ int64_t lay_out(const Multipole<T>& call, T* memory, MultipoleMemory<T>* parts) 
   };
   const int64_t queries = multipole_queries(call), pairs = queries * multipole_expansions(call);
   take(&parts->scores, call.clusters * kRows);
-  take(&parts->worth, call.clusters * kRows);
+  take(&parts->worth, (call.clusters + kChains) * lanes<T>);
+  take(&parts->left, (call.clusters + kChains) * lanes<T>);
   take(&parts->gone, multipole_stretch(call) * kRows);
   take(&parts->gone_weight, multipole_stretch(call) * kRows);
-  take(&parts->absorbed.sums, queries * call.width);
+  parts->absorbed.stride = padded<T>(call.width);
+  take(&parts->absorbed.sums, queries * parts->absorbed.stride);
   take(&parts->absorbed.top, queries);
-  take(&parts->absorbed.total, queries);
+  take(&parts->absorbed.total, queries * lanes<T>);
+  take(&parts->values, kRows * parts->absorbed.stride);
   take(&parts->shift, queries);
   take(&parts->missed, queries);
   take(&parts->sizes, call.clusters);
@@ -101,24 +110,6 @@ struct NearMask {
     const IntVec<T> key = place[c] - IntVec<T>{};
     const IntVec<T> near = (key >= mine - before) & (key <= mine + after);
     return (key < end) & (near | (key < sinks) | (key >= from) | (key >= end - tail));
-  }
-};
-
-// Members of a cluster but those that a lane looks at anyway.
-template <class T>
-struct FarMask {
-  static constexpr bool masks = true;
-  const Int<T>* place;
-  const Int<T>* own;
-  Int<T> before, after;
-  Int<T> low, high;  // keys that some lane looks at anyway
-
-  SPARING_INLINE bool open(int64_t c) const { return place[c] < low || place[c] > high; }
-
-  SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
-    const IntVec<T> mine = load<Int<T>>(own + r);
-    const IntVec<T> key = place[c] - IntVec<T>{};
-    return (key < mine - before) | (key > mine + after);
   }
 };
 
@@ -253,48 +244,53 @@ struct MultipoleBlock {
     }
   }
 
-  // Scores of all summaries: exp(score - shift) in memory.scores, what expanding them is worth in memory.worth.
-  void score(const T* alarm, T* shift) {
+  // Scores of all summaries, in memory.scores.
+  void score() {
     Block<T>& block = memory.block;
-    const int64_t poles = unit * call.clusters;
     const T* rows[kKeys];
     for (int64_t c = 0; c < shown; c += kKeys) {
       const int64_t some = shown - c < kKeys ? shown - c : kKeys;
-      for (int64_t i = 0; i < some; ++i) rows[i] = call.pole_keys + (poles + memory.visible[c + i]) * call.depth;
+      for (int64_t i = 0; i < some; ++i)
+        rows[i] = call.pole_keys + (unit * call.clusters + memory.visible[c + i]) * call.depth;
       dots<T>(rows, some, call.depth, block.queries, memory.scores + c * kRows, block.used);
     }
-    for (int r = 0; r < block.used; r += lanes<T>) {
-      const Vec<T> loud = load<T>(alarm + r);
-      Vec<T> top = all(kNever<T>);
-      for (int64_t c = 0; c < shown; ++c) {
-        const int64_t at = poles + memory.visible[c];
-        T* score = memory.scores + c * kRows + r;
-        Vec<T> x = load<T>(score) + call.offset[at];
-        if (call.second) {
-          const Vec<T> variance = loud * call.spread[at];
-          x += T(0.5) * (variance < call.cap ? variance : all(call.cap));
-        }
-        store<T>(score, x);
-        top = larger<T>(top, x);
+  }
+
+  // exp(score - shift) in memory.scores, what expanding a cluster is worth and takes in memory.worth and memory.left, for
+  // the lanes from r on.
+  void value(int r, const T* alarm, T* shift) {
+    constexpr int N = lanes<T>;
+    const Vec<T> loud = load<T>(alarm + r);
+    const int64_t poles = unit * call.clusters;
+    Vec<T> top = all(kNever<T>);
+    for (int64_t c = 0; c < shown; ++c) {
+      const int64_t at = poles + memory.visible[c];
+      T* score = memory.scores + c * kRows + r;
+      Vec<T> x = load<T>(score) + call.offset[at];
+      if (call.second) {
+        const Vec<T> variance = loud * call.spread[at];
+        x += T(0.5) * (variance < call.cap ? variance : all(call.cap));
       }
-      store<T>(shift + r, top == kNever<T> ? Vec<T>{} : top);
-      const Vec<T> by = load<T>(shift + r);
-      for (int64_t c = 0; c < shown; ++c) {
-        const int64_t at = poles + memory.visible[c];
-        T* score = memory.scores + c * kRows + r;
-        const int64_t slot = memory.slot[memory.visible[c]];
-        Vec<T> f = exponential(load<T>(score) - by), mass = f * call.weight[at];
-        if (slot >= 0) {
-          const IntVec<T> some = load<T>(memory.gone + slot * kRows + r) < memory.sizes[c];
-          f = some ? f : Vec<T>{};
-          mass = some ? f * (call.weight[at] - load<T>(memory.gone_weight + slot * kRows + r)) : Vec<T>{};
-        }
-        store<T>(score, f);
-        Vec<T> worth = mass * mass;
-        if (!call.by_mass) worth *= error_factor(at, loud);
-        store<T>(memory.worth + c * kRows + r, worth);
-      }
+      store<T>(score, x);
+      top = larger<T>(top, x);
     }
+    const Vec<T> by = top == kNever<T> ? Vec<T>{} : top;
+    store<T>(shift + r, by);
+    for (int64_t c = 0; c < shown; ++c) {
+      const int64_t at = poles + memory.visible[c];
+      T* score = memory.scores + c * kRows + r;
+      const int64_t slot = memory.slot[memory.visible[c]];
+      Vec<T> f = exponential_below(load<T>(score) - by), mass = f * call.weight[at], left = all(memory.sizes[c]);
+      if (slot >= 0) {
+        left -= load<T>(memory.gone + slot * kRows + r);
+        f = left > T(0) ? f : Vec<T>{};
+        mass = left > T(0) ? f * (call.weight[at] - load<T>(memory.gone_weight + slot * kRows + r)) : Vec<T>{};
+      }
+      store<T>(score, f);
+      store<T>(memory.left + c * N, left);
+      store<T>(memory.worth + c * N, call.by_mass ? mass * mass : mass * mass * error_factor(at, loud));
+    }
+    for (int64_t c = shown; c < shown + kChains; ++c) store<T>(memory.worth + c * N, all(T(-1)));
   }
 
   SPARING_INLINE Vec<T> error_factor(int64_t at, Vec<T> loud) const {
@@ -302,65 +298,73 @@ struct MultipoleBlock {
     return surplus(variance < call.cap ? variance : all(call.cap)) * call.scatter[at];
   }
 
-  SPARING_INLINE Vec<T> left(int64_t c, int r) const {
-    const int64_t slot = memory.slot[memory.visible[c]];
-    const Vec<T> size = all(memory.sizes[c]);
-    return slot < 0 ? size : size - load<T>(memory.gone + slot * kRows + r);
+  // Of the clusters that fit, for each lane the one that is worth most, of equal ones the first; -1 if there is none.
+  SPARING_INLINE IntVec<T> best_fit(Vec<T> budget) const {
+    constexpr int N = lanes<T>;
+    const int64_t part = (shown + kChains - 1) / kChains;
+    Vec<T> best[kChains] = {};
+    IntVec<T> which[kChains], at{};
+    for (int j = 0; j < kChains; ++j) which[j] = Int<T>(-1) - IntVec<T>{};
+    for (int64_t i = 0; i < part; ++i, at += 1)
+      for (int j = 0; j < kChains; ++j) {
+        const int64_t c = (j * part + i) * N;
+        const Vec<T> worth = load<T>(memory.worth + c);
+        const IntVec<T> better = (worth > best[j]) & (load<T>(memory.left + c) <= budget);
+        best[j] = better ? worth : best[j];
+        which[j] = better ? at : which[j];
+      }
+    for (int j = 1; j < kChains; ++j) {
+      const IntVec<T> better = best[j] > best[0];
+      best[0] = better ? best[j] : best[0];
+      which[0] = better ? which[j] + Int<T>(j * part) : which[0];
+    }
+    return which[0];
   }
 
-  // Expands the clusters that are worth most, and returns the number of expansions so far.
-  int64_t choose(int64_t pairs, int64_t first_in_task, const T* alarm, T* missed, int64_t* read, int64_t* summaries) {
-    const int64_t poles = unit * call.clusters;
-    const auto expand = [&](int64_t c, int64_t r) {
-      memory.scores[c * kRows + r] = T(0);
-      memory.worth[c * kRows + r] = T(-1);
-      memory.pair_query[pairs] = Int<T>(first_in_task + r);
+  // Expands the clusters that are worth most to the lanes from r on, and returns the number of expansions so far.
+  int64_t choose(int r, int64_t pairs, int64_t first_in_task, const T* alarm, T* missed, int64_t* read,
+                 int64_t* summaries) {
+    constexpr int N = lanes<T>;
+    const auto expand = [&](int64_t c, int lane) {
+      memory.scores[c * kRows + r + lane] = T(0);
+      memory.worth[c * N + lane] = T(-1);
+      memory.pair_query[pairs] = Int<T>(first_in_task + r + lane);
       memory.pair_cluster[pairs++] = memory.visible[c];
     };
-    for (int r = 0; r < memory.block.used; r += lanes<T>) {
-      Vec<T> near{};
-      for (int64_t s = 0; s < slots; ++s) near += load<T>(memory.gone + s * kRows + r);
-      Vec<T> budget = all(T(call.budget)), opened{};
-      for (int lane = 0; lane < lanes<T>; ++lane) {
-        if (r + lane >= count || T(members) - near[lane] > T(call.budget)) continue;
-        for (int64_t c = 0; c < shown; ++c)
-          if (left(c, r)[lane] > T(0)) expand(c, r + lane);
-        opened[lane] = T(members) - near[lane];
-        budget[lane] = T(-1);
+    Vec<T> near{};
+    for (int64_t s = 0; s < slots; ++s) near += load<T>(memory.gone + s * kRows + r);
+    Vec<T> budget = all(T(call.budget)), opened{};
+    for (int lane = 0; lane < N; ++lane) {
+      if (r + lane >= count) budget[lane] = T(-1);
+      if (r + lane >= count || T(members) - near[lane] > T(call.budget)) continue;
+      for (int64_t c = 0; c < shown; ++c)
+        if (memory.left[c * N + lane] > T(0)) expand(c, lane);
+      opened[lane] = T(members) - near[lane];
+      budget[lane] = T(-1);
+    }
+    for (;;) {
+      const IntVec<T> which = best_fit(budget);
+      const uint32_t found = held<T>(which >= 0);
+      if (!found) break;
+      for (int lane = 0; lane < N; ++lane) {
+        if (!(found >> lane & 1)) continue;
+        const T size = memory.left[which[lane] * N + lane];
+        budget[lane] -= size, opened[lane] += size;
+        expand(which[lane], lane);
       }
-      for (;;) {
-        Vec<T> best{};
-        IntVec<T> which = Int<T>(-1) - IntVec<T>{};
-        for (int64_t c = 0; c < shown; ++c) {
-          const Vec<T> worth = load<T>(memory.worth + c * kRows + r);
-          if (!held<T>(worth > best)) continue;
-          const IntVec<T> better = (worth > best) & (left(c, r) <= budget);
-          best = better ? worth : best;
-          which = better ? Int<T>(c) - IntVec<T>{} : which;
-        }
-        bool found = false;
-        for (int lane = 0; lane < lanes<T>; ++lane) {
-          if (which[lane] < 0 || r + lane >= count) continue;
-          found = true;
-          const T size = left(which[lane], r)[lane];
-          budget[lane] -= size, opened[lane] += size;
-          expand(which[lane], r + lane);
-        }
-        if (!found) break;
-      }
-      Vec<T> error{}, spared{};
-      for (int64_t c = 0; c < shown; ++c) {
-        const Vec<T> worth = load<T>(memory.worth + c * kRows + r);
-        Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
-        if (call.by_mass) kept *= error_factor(poles + memory.visible[c], load<T>(alarm + r));
-        error += kept;
-        spared += (worth >= T(0)) & (left(c, r) > T(0)) ? all(T(1)) : Vec<T>{};
-      }
-      for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) {
-        missed[r + lane] = error[lane];
-        read[r + lane] = int64_t(opened[lane]);
-        summaries[r + lane] = int64_t(spared[lane]);
-      }
+    }
+    Vec<T> error{}, spared{};
+    for (int64_t c = 0; c < shown; ++c) {
+      const Vec<T> worth = load<T>(memory.worth + c * N);
+      Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
+      if (call.by_mass) kept *= error_factor(unit * call.clusters + memory.visible[c], load<T>(alarm + r));
+      error += kept;
+      spared += (worth >= T(0)) & (load<T>(memory.left + c * N) > T(0)) ? all(T(1)) : Vec<T>{};
+    }
+    for (int lane = 0; lane < N && r + lane < count; ++lane) {
+      missed[r + lane] = error[lane];
+      read[r + lane] = int64_t(opened[lane]);
+      summaries[r + lane] = int64_t(spared[lane]);
     }
     return pairs;
   }
@@ -443,35 +447,78 @@ struct MultipoleBlock {
   }
 };
 
-// Adds what the first `count` lanes of a block absorbed to what their queries had; find(lane) is a lane's query.
-template <class T, class Find>
-void merge(const Block<T>& block, int64_t count, int64_t width, const Absorbed<T>& to, const Find& find) {
+// Hands what the first `count` lanes of a block absorbed to their queries, which have absorbed nothing yet.
+template <class T>
+void hand_over(const Block<T>& block, int64_t count, const Absorbed<T>& to, int64_t query) {
   constexpr int N = lanes<T>;
   for (int64_t first = 0; first < count; first += N) {
     const int64_t some = count - first < N ? count - first : N;
-    Vec<T> before = all(kNever<T>), had{};
-    for (int64_t r = 0; r < some; ++r) before[r] = to.top[find(first + r)], had[r] = to.total[find(first + r)];
-    const Vec<T> after = load<T>(block.top + first), high = larger<T>(before, after);
-    const Vec<T> shift = high == kNever<T> ? Vec<T>{} : high;
-    const Vec<T> old = exponential(before - shift), fresh = exponential(after - shift);
-    const Vec<T> total = had * old + load<T>(block.total + first) * fresh;
-    for (int64_t r = 0; r < some; ++r) to.top[find(first + r)] = high[r], to.total[find(first + r)] = total[r];
-    int64_t e = 0;
-    for (; e + N <= width; e += N) {
-      Vec<T> square[N];
-      for (int i = 0; i < N; ++i) square[i] = load<T>(block.sums + (e + i) * kRows + first) * fresh;
-      turn<T>(square);
-      for (int64_t r = 0; r < some; ++r) {
-        T* row = to.sums + find(first + r) * width + e;
-        store<T>(row, load<T>(row) * old[r] + square[r]);
-      }
+    for (int64_t r = first; r < first + some; ++r) {
+      Vec<T> total{};
+      total[0] = block.total[r];
+      to.top[query + r] = block.top[r];
+      store<T>(to.total + (query + r) * N, total);
     }
-    for (; e < width; ++e)
-      for (int64_t r = 0; r < some; ++r) {
-        T* row = to.sums + find(first + r) * width + e;
-        *row = *row * old[r] + block.sums[e * kRows + first + r] * fresh[r];
-      }
+    T* rows = to.sums + (query + first) * to.stride;
+    int64_t e = 0;
+    for (; e + N <= block.width; e += N) {
+      Vec<T> square[N];
+      for (int i = 0; i < N; ++i) square[i] = load<T>(block.sums + (e + i) * kRows + first);
+      turn<T>(square);
+      for (int64_t r = 0; r < some; ++r) store<T>(rows + r * to.stride + e, square[r]);
+    }
+    for (; e < to.stride; ++e)
+      for (int64_t r = 0; r < some; ++r)
+        rows[r * to.stride + e] = e < block.width ? block.sums[e * kRows + first + r] : T(0);
   }
+}
+
+// Some members of a cluster, which stand in the lanes, for the queries that expanded it.
+template <class T>
+struct Members {
+  const Int<T>* place;  // ascending
+  int64_t count;        // at most kRows
+  const T *columns, *values;  // [depth][kRows] scaled keys, [count][stride]
+  T* scores;                  // [kKeys][kRows]
+
+  // Leaves out those that a query looks at anyway; `next` is where the last query's began.
+  SPARING_INLINE void leave_out(Int<T> begin, Int<T> end, T* scores, int64_t& next) const {
+    while (next > 0 && place[next - 1] >= begin) --next;
+    while (next < count && place[next] < begin) ++next;
+    for (int64_t i = next; i < count && place[i] < end; ++i) scores[i] = kNever<T>;
+  }
+
+  // Turns the scores of a query into weights, relative to the largest score that the query knows or one not far below.
+  SPARING_INLINE void weigh(T* scores, int64_t query, const Absorbed<T>& to) const {
+    constexpr int N = lanes<T>;
+    constexpr T kFar = T(16);  // exp of it is harmless
+    const int64_t last = (count - 1) / N * N;
+    const Vec<T> beyond = iota<T>() < T(count - last) ? load<T>(scores + last) : all(kNever<T>);
+    store<T>(scores + last, beyond);
+    Vec<T> high = beyond;
+    for (int64_t i = 0; i < last; i += N) high = larger<T>(high, load<T>(scores + i));
+    if (held<T>(high > to.top[query] + kFar)) {
+      const T top = largest<T>(high);
+      const Vec<T> factor = exponential(all(to.top[query] - top));
+      T *total = to.total + query * N, *sums = to.sums + query * to.stride;
+      store<T>(total, load<T>(total) * factor);
+      for (int64_t e = 0; e < to.stride; e += N) store<T>(sums + e, load<T>(sums + e) * factor);
+      to.top[query] = top;
+    }
+    const T shift = to.top[query] == kNever<T> ? T(0) : to.top[query];
+    Vec<T> total = load<T>(to.total + query * N);
+    for (int64_t i = 0; i <= last; i += N) {
+      const Vec<T> weight = exponential(load<T>(scores + i) - shift);
+      store<T>(scores + i, weight);
+      total += weight;
+    }
+    store<T>(to.total + query * N, total);
+  }
+};
+
+template <class T>
+SPARING_INLINE void fetch(const T* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
 }
 
 // Members of the clusters into the queries that expanded them.
@@ -479,47 +526,57 @@ template <class T>
 void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64_t item, int64_t head, int64_t begin,
                      int64_t pairs) {
   const int64_t unit = item * call.heads + head;
+  const int64_t* own = call.own + item * call.queries + begin;
   for (int64_t c = 0; c <= call.clusters; ++c) memory.first[c] = 0;
   for (int64_t p = 0; p < pairs; ++p) ++memory.first[memory.pair_cluster[p] + 1];
   for (int64_t c = 0; c < call.clusters; ++c) memory.first[c + 1] += memory.first[c];
   for (int64_t p = 0; p < pairs; ++p) memory.sorted[memory.first[memory.pair_cluster[p]]++] = memory.pair_query[p];
-  Block<T>& block = memory.block;
-  const T *queries[kRows], *keys[kKeys], *values[kKeys];
-  Int<T> own[kRows], place[kKeys];
+  const Absorbed<T>& to = memory.absorbed;
+  const T *keys[kRows], *queries[kVisitors];
+  T* sums[kVisitors];
+  Int<T> place[kRows];
   for (int64_t cluster = 0, from = 0; cluster < call.clusters; ++cluster) {
-    const int64_t to = memory.first[cluster];  // counted up to the end above
+    const int64_t end = memory.first[cluster];  // counted up to the end above
+    if (from == end) continue;
     const int later = call.levels > 1 && cluster >= call.level[1].base;
     const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels) + cluster + later;
     const int32_t* members = call.level[later].members + unit * call.keys;
-    for (; from < to; from += kRows) {
-      const int64_t count = to - from < kRows ? to - from : kRows;
-      for (int64_t r = 0; r < kRows; ++r) {
-        const int64_t query = begin + memory.sorted[from + (r < count ? r : 0)];
-        own[r] = Int<T>(call.own[item * call.queries + query]);
-        if (r < count) queries[r] = call.q.at(item, head, query);
+    for (int64_t next = bounds[0]; next < bounds[1]; next += kRows) {
+      const int64_t count = bounds[1] - next < kRows ? bounds[1] - next : kRows;
+      for (int64_t i = 0; i < count; ++i) {
+        place[i] = Int<T>(members[next + i]);
+        keys[i] = call.k.at(item, head, place[i]);
+        const T* value = call.v.at(item, head, place[i]);
+        for (int64_t e = 0; e < to.stride; ++e) memory.values[i * to.stride + e] = e < call.width ? value[e] : T(0);
       }
-      Int<T> low = own[0], high = own[0];
-      for (int64_t r = 1; r < count; ++r) low = own[r] < low ? own[r] : low, high = own[r] > high ? own[r] : high;
-      low -= Int<T>(call.before), high += Int<T>(call.after);
-      block.use(count);
-      transpose<T>(queries, count, call.depth, call.scale, block.queries);
-      start(block);
-      for (int64_t next = bounds[0]; next < bounds[1];) {
-        int64_t found = 0;
-        for (; found < kKeys && next < bounds[1]; ++found, ++next) {
-          place[found] = Int<T>(members[next]);
-          keys[found] = call.k.at(item, head, members[next]);
-          values[found] = call.v.at(item, head, members[next]);
+      T *columns = memory.block.queries, *scores = memory.block.scores;
+      transpose<T>(keys, count, call.depth, call.scale, columns);
+      const Members<T> here{place, count, columns, memory.values, scores};
+      int64_t near = 0;
+      for (int64_t first = from; first < end; first += kVisitors) {
+        const int64_t some = end - first < kVisitors ? end - first : kVisitors;
+        for (int64_t i = 0; i < some; ++i) {
+          const int64_t query = memory.sorted[first + i];
+          queries[i] = call.q.at(item, head, begin + query);
+          sums[i] = to.sums + query * to.stride;
         }
-        if (call.before < 0) {
-          absorb(block, keys, values, found, SeesAll{});
-        } else {
-          absorb(block, keys, values, found, FarMask<T>{place, own, Int<T>(call.before), Int<T>(call.after), low, high});
+        dots_narrow<T>(queries, some, call.depth, columns, scores, count);
+        for (int64_t i = 0; i < some; ++i) {
+          const int64_t query = memory.sorted[first + i];
+          if (call.before >= 0)
+            here.leave_out(Int<T>(own[query] - call.before), Int<T>(own[query] + call.after + 1), scores + i * kRows,
+                           near);
+          here.weigh(scores + i * kRows, query, to);
+          if (first + i + kVisitors >= end) continue;
+          // The rows of the next group are scattered over memory.
+          const int64_t coming = memory.sorted[first + i + kVisitors];
+          fetch(call.q.at(item, head, begin + coming), call.depth);
+          fetch(to.sums + coming * to.stride, to.stride);
         }
+        spread<T>(scores, some, memory.values, to.stride, sums, count);
       }
-      merge(block, count, call.width, memory.absorbed, [&](int64_t r) { return memory.sorted[from + r]; });
     }
-    from = to;
+    from = end;
   }
 }
 
@@ -556,25 +613,23 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
       if (here.shown) {
         here.count_near();
         here.sound(alarm);
-        here.score(alarm, shift);
-        pairs = here.choose(pairs, first - begin, alarm, memory.missed + first - begin, read, summaries);
+        here.score();
+        for (int r = 0; r < memory.block.used; r += lanes<T>) {
+          here.value(r, alarm, shift);
+          pairs = here.choose(r, pairs, first - begin, alarm, memory.missed + first - begin, read, summaries);
+        }
         here.absorb_summaries(shift);
       }
       here.absorb_near(read);
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t query = first - begin + r;
-        memory.shift[query] = shift[r];
-        memory.absorbed.top[query] = kNever<T>, memory.absorbed.total[query] = T(0);
-        for (int64_t e = 0; e < call.width; ++e) memory.absorbed.sums[query * call.width + e] = T(0);
-      }
-      merge(memory.block, count, call.width, memory.absorbed, [&](int64_t r) { return first - begin + r; });
+      for (int64_t r = 0; r < count; ++r) memory.shift[first - begin + r] = shift[r];
+      hand_over(memory.block, count, memory.absorbed, first - begin);
     }
     expand_clusters(call, memory, item, head, begin, pairs);
     for (int64_t query = begin; query < end; ++query) {
       const int64_t at = query - begin, row = unit * call.queries + query;
-      const T total = memory.absorbed.total[at], inverse = total > T(0) ? T(1) / total : T(0);
-      for (int64_t e = 0; e < call.width; ++e)
-        call.out[row * call.width + e] = memory.absorbed.sums[at * call.width + e] * inverse;
+      const T total = sum<T>(load<T>(memory.absorbed.total + at * lanes<T>)), inverse = total > T(0) ? T(1) / total : T(0);
+      const T* sums = memory.absorbed.sums + at * memory.absorbed.stride;
+      for (int64_t e = 0; e < call.width; ++e) call.out[row * call.width + e] = sums[e] * inverse;
       const T lse = total > T(0) ? T(__builtin_log(double(total)) + double(memory.absorbed.top[at])) : kNever<T>;
       call.lse[row] = lse;
       call.error[row] = total > T(0) ? T(__builtin_sqrt(double(memory.missed[at])) *

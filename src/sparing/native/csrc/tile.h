@@ -9,22 +9,22 @@ inline constexpr int kKeys = 48;  // keys of a tile: the scores of a block again
 inline constexpr int kWide = 2;
 inline constexpr int kDeep = SPARING_REGISTERS == 32 ? 12 : 6;
 
-// out[i][lane] = sum_k rows[i][k] columns[k][lane] for i < M, for kWide vectors of lanes
-template <class T, int M>
+// out[i][lane] = sum_k rows[i][k] columns[k][lane] for i < M, for `wide` vectors of lanes
+template <class T, int M, int wide = kWide>
 SPARING_INLINE void dot_tile(const T* const* rows, int64_t depth, const T* columns, T* out) {
-  Vec<T> sums[M][kWide] = {};
+  Vec<T> sums[M][wide] = {};
   const T* row[M];
   for (int i = 0; i < M; ++i) row[i] = rows[i];
   for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> column[kWide];
-    for (int j = 0; j < kWide; ++j) column[j] = load<T>(columns + k * kRows + j * lanes<T>);
+    Vec<T> column[wide];
+    for (int j = 0; j < wide; ++j) column[j] = load<T>(columns + k * kRows + j * lanes<T>);
     for (int i = 0; i < M; ++i) {
       const Vec<T> x = all(row[i][k]);
-      for (int j = 0; j < kWide; ++j) sums[i][j] += x * column[j];
+      for (int j = 0; j < wide; ++j) sums[i][j] += x * column[j];
     }
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) store<T>(out + i * kRows + j * lanes<T>, sums[i][j]);
+    for (int j = 0; j < wide; ++j) store<T>(out + i * kRows + j * lanes<T>, sums[i][j]);
 }
 
 // sums[i][lane] += sum_k rows[k][first + i] columns[k][lane] for i < M, for kWide vectors of lanes
@@ -97,6 +97,17 @@ void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, con
 template <class T>
 void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used = kRows) {
   for (int64_t r = 0; r < used; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
+}
+
+// The same for the first `used` columns, and not many more.
+template <class T>
+void dots_narrow(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used) {
+  int64_t r = 0;
+  for (; r + kStrip<T> - lanes<T> < used; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
+  if (r < used)
+    in_tiles<kWide * kDeep>(count, [&]<int M>(int64_t c) {
+      dot_tile<T, M, 1>(rows + c, depth, columns + r, scores + c * kRows + r);
+    });
 }
 
 template <class T>
