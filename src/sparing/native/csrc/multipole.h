@@ -10,6 +10,10 @@ inline constexpr int64_t kVisitors = 24;            // queries that meet a clust
 
 inline constexpr int kChains = 4;                // searches that do not wait for each other
 
+// Scores are taken relative to the largest one, or to one that is not so far below it that exp of the distance matters.
+template <class T>
+inline constexpr T kFar = T(16);
+
 // What some queries have absorbed.
 template <class T>
 struct Absorbed {
@@ -111,6 +115,17 @@ struct NearMask {
     const IntVec<T> near = (key >= mine - before) & (key <= mine + after);
     return (key < end) & (near | (key < sinks) | (key >= from) | (key >= end - tail));
   }
+};
+
+// Keys that a block looks at.
+template <class T>
+struct Exact {
+  int64_t count = 0;
+  bool joined = false;  // neighbours of each other, all but sinks and last keys
+  Int<T> place[kKeys];
+  const T *keys[kKeys], *values[kKeys];
+  int64_t row[kKeys];  // of the scores of the summary that stands for a key; -1: there is none
+  T share[kKeys];
 };
 
 // One block of queries against all summaries and the keys near by.
@@ -392,58 +407,101 @@ struct MultipoleBlock {
       for (int64_t i = 0; i < some; ++i) rows[i] = call.pole_values + (poles + memory.visible[c + i]) * call.width;
       weighted_sums<T>(rows, some, call.width, memory.scores + c * kRows, block.sums, block.used);
     }
-    if (!slots) return;
     // The row of scores of a cluster, for keys that know their cluster only.
     for (int64_t c = 0; c < shown; ++c) memory.slot[memory.visible[c]] = Int<T>(c);
-    int64_t some = 0;
-    const auto flush = [&] {
-      weighted_sums<T>(rows, some, call.width, block.scores, block.sums, block.used);
-      some = 0;
-    };
-    for (int64_t key = low; key <= high; ++key) {
-      const int64_t cluster = cluster_of(key);
-      if (cluster < 0) continue;
-      const Int<T> place = Int<T>(key);
-      const NearMask<T> near = mask(&place);
-      const T share = share_of(key);
-      const T* score = memory.scores + memory.slot[cluster] * kRows;
-      for (int r = 0; r < block.used; r += lanes<T>)
-        store<T>(block.scores + some * kRows + r, near(0, r) ? -share * load<T>(score + r) : Vec<T>{});
-      rows[some++] = call.v.at(item, head, key);
-      if (some == kKeys) flush();
+  }
+
+  // Absorbs some exact keys, and takes back what the summaries said for them; adds to `met`, the keys that a lane saw.
+  void absorb_exact(const Exact<T>& some, const T* shift, Int<T>* met) {
+    Block<T>& block = memory.block;
+    const NearMask<T> near = mask(some.place);
+    for (int strip = 0; strip < block.used; strip += kStrip<T>) {
+      const Range range = some.joined ? seen_by(strip, some) : Range{0, some.count};
+      if (range.begin >= range.end) continue;
+      dots_strip<T>(some.keys + range.begin, range.end - range.begin, block.depth, block.queries + strip,
+                    block.scores + range.begin * kRows + strip);
+      for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
+        Vec<T> high = all(kNever<T>);
+        IntVec<T> hits = load<Int<T>>(met + r);
+        for (int64_t c = range.begin; c < range.end; ++c) {
+          const IntVec<T> hit = near(c, r);
+          const Vec<T> score = hit ? load<T>(block.scores + c * kRows + r) : all(kNever<T>);
+          store<T>(block.scores + c * kRows + r, score);
+          high = larger<T>(high, score);
+          hits -= hit;
+        }
+        store<Int<T>>(met + r, hits);
+        Vec<T> top = load<T>(block.top + r), total = load<T>(block.total + r);
+        if (held<T>(high > top + kFar<T>)) {
+          // Lanes that need it only, so that no lane's rounding depends on its neighbours.
+          const Vec<T> higher = high > top + kFar<T> ? high : top, by = higher == kNever<T> ? Vec<T>{} : higher;
+          const Vec<T> factor = exponential(top - by);
+          total *= factor, top = higher;
+          store<T>(block.top + r, top);
+          for (int64_t e = 0; e < block.width; ++e) {
+            T* at = block.sums + e * kRows + r;
+            store<T>(at, load<T>(at) * factor);
+          }
+        }
+        const Vec<T> by = top == kNever<T> ? Vec<T>{} : top, fade = exponential(load<T>(shift + r) - by);
+        for (int64_t c = range.begin; c < range.end; ++c) {
+          T* at = block.scores + c * kRows + r;
+          const Vec<T> score = load<T>(at);
+          Vec<T> weight = exponential(score - by);
+          total += weight;
+          if (some.row[c] >= 0) {
+            const Vec<T> said = fade * some.share[c] * load<T>(memory.scores + some.row[c] * kRows + r);
+            weight = score == kNever<T> ? Vec<T>{} : weight - said;
+          }
+          store<T>(at, weight);
+        }
+        store<T>(block.total + r, total);
+      }
+      weighted_sums_strip<T>(some.values + range.begin, range.end - range.begin, block.width,
+                             block.scores + range.begin * kRows + strip, block.sums + strip);
     }
-    if (some) flush();
+  }
+
+  // Which of some neighbouring keys a strip of lanes may see.
+  Range seen_by(int strip, const Exact<T>& some) const {
+    const int last = strip + kStrip<T> - 1;
+    const int64_t near = own[strip] - call.before, reach = own[last] + call.after + 1;
+    const int64_t begin = near < from ? near : from, end = from < seen[last] || reach > seen[last] ? seen[last] : reach;
+    const int64_t first = some.place[0], to = end - first < some.count ? end - first : some.count;
+    return {begin > first ? begin - first : 0, to};
   }
 
   // The keys near by, the sinks and, if not causal, the last keys.
-  void absorb_near(int64_t* read) {
-    Int<T> place[kKeys];
-    const T *keys[kKeys], *values[kKeys];
-    int64_t found = 0, next = 0;
+  void absorb_near(const T* shift, int64_t* read) {
+    Exact<T> some;
+    Int<T> met[kRows] = {};
     const auto flush = [&] {
-      const NearMask<T> near = mask(place);
-      absorb(memory.block, keys, values, found, near);
-      for (int64_t c = 0; c < found; ++c)
-        for (int r = 0; r < count; r += lanes<T>) {
-          const IntVec<T> hit = near(c, r);
-          for (int lane = 0; lane < lanes<T> && r + lane < count; ++lane) read[r + lane] -= hit[lane];
-        }
-      found = 0;
+      if (some.count) absorb_exact(some, shift, met);
+      some.count = 0;
     };
     const auto range = [&](int64_t begin, int64_t end) {
-      for (next = begin > next ? begin : next; next < end; ++next) {
-        place[found] = Int<T>(next);
-        keys[found] = call.k.at(item, head, next);
-        values[found++] = call.v.at(item, head, next);
-        if (found == kKeys) flush();
+      for (int64_t key = begin; key < end; ++key) {
+        const int64_t i = some.count++, cluster = shown ? cluster_of(key) : -1;
+        some.place[i] = Int<T>(key);
+        some.keys[i] = call.k.at(item, head, key);
+        some.values[i] = call.v.at(item, head, key);
+        some.row[i] = cluster < 0 ? -1 : memory.slot[cluster];
+        some.share[i] = cluster < 0 ? T(0) : share_of(key);
+        if (some.count == kKeys) flush();
       }
     };
     int64_t last = 0;
     for (int64_t r = 0; r < count; ++r) last = seen[r] > last ? seen[r] : last;
-    range(0, call.sinks < last ? call.sinks : last);
-    range(low, high + 1 < last ? high + 1 : last);
-    if (!call.block) range(last - call.sinks > 0 ? last - call.sinks : 0, last);
-    if (found) flush();
+    const int64_t sinks = call.sinks < last ? call.sinks : last;
+    const int64_t tail = call.block || last - call.sinks > sinks ? last - (call.block ? 0 : call.sinks) : sinks;
+    some.joined = false;
+    range(0, sinks);
+    range(tail, last);
+    flush();
+    some.joined = true;
+    range(low > sinks ? low : sinks, high + 1 < tail ? high + 1 : tail);
+    flush();
+    for (int64_t r = 0; r < count; ++r) read[r] += met[r];
   }
 };
 
@@ -491,13 +549,12 @@ struct Members {
   // Turns the scores of a query into weights, relative to the largest score that the query knows or one not far below.
   SPARING_INLINE void weigh(T* scores, int64_t query, const Absorbed<T>& to) const {
     constexpr int N = lanes<T>;
-    constexpr T kFar = T(16);  // exp of it is harmless
     const int64_t last = (count - 1) / N * N;
     const Vec<T> beyond = iota<T>() < T(count - last) ? load<T>(scores + last) : all(kNever<T>);
     store<T>(scores + last, beyond);
     Vec<T> high = beyond;
     for (int64_t i = 0; i < last; i += N) high = larger<T>(high, load<T>(scores + i));
-    if (held<T>(high > to.top[query] + kFar)) {
+    if (held<T>(high > to.top[query] + kFar<T>)) {
       const T top = largest<T>(high);
       const Vec<T> factor = exponential(all(to.top[query] - top));
       T *total = to.total + query * N, *sums = to.sums + query * to.stride;
@@ -541,6 +598,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
     const int later = call.levels > 1 && cluster >= call.level[1].base;
     const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels) + cluster + later;
     const int32_t* members = call.level[later].members + unit * call.keys;
+    const int64_t last = call.level[later].base + call.level[later].total - cluster;
     for (int64_t next = bounds[0]; next < bounds[1]; next += kRows) {
       const int64_t count = bounds[1] - next < kRows ? bounds[1] - next : kRows;
       for (int64_t i = 0; i < count; ++i) {
@@ -552,6 +610,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
       T *columns = memory.block.queries, *scores = memory.block.scores;
       transpose<T>(keys, count, call.depth, call.scale, columns);
       const Members<T> here{place, count, columns, memory.values, scores};
+      const int64_t ahead = next + count + kRows < bounds[last] ? next + count + kRows : bounds[last];
       int64_t near = 0;
       for (int64_t first = from; first < end; first += kVisitors) {
         const int64_t some = end - first < kVisitors ? end - first : kVisitors;
@@ -567,11 +626,17 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
             here.leave_out(Int<T>(own[query] - call.before), Int<T>(own[query] + call.after + 1), scores + i * kRows,
                            near);
           here.weigh(scores + i * kRows, query, to);
+          // Members are numbered from cluster to cluster: these are the next.
+          if (const int64_t member = next + count + first + i - from; member < ahead) {
+            fetch(call.k.at(item, head, members[member]), call.depth);
+            fetch(call.v.at(item, head, members[member]), call.width);
+          }
           if (first + i + kVisitors >= end) continue;
           // The rows of the next group are scattered over memory.
           const int64_t coming = memory.sorted[first + i + kVisitors];
           fetch(call.q.at(item, head, begin + coming), call.depth);
           fetch(to.sums + coming * to.stride, to.stride);
+          fetch(to.total + coming * lanes<T>, lanes<T>);
         }
         spread<T>(scores, some, memory.values, to.stride, sums, count);
       }
@@ -620,7 +685,7 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
         }
         here.absorb_summaries(shift);
       }
-      here.absorb_near(read);
+      here.absorb_near(shift, read);
       for (int64_t r = 0; r < count; ++r) memory.shift[first - begin + r] = shift[r];
       hand_over(memory.block, count, memory.absorbed, first - begin);
     }
