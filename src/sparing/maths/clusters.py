@@ -67,7 +67,7 @@ def moments(q: Tensor, counts: Tensor, size: int) -> Moments:
 
 def sums(q: Tensor, counts: Tensor, size: int) -> Sums:
     """The same before the division."""
-    rows = q.double().masked_fill(~counts[:, None, :, None], 0.0).unflatten(2, (-1, size))  # (B, H, T, size, d)
+    rows = q.masked_fill(~counts[:, None, :, None], 0.0).double().unflatten(2, (-1, size))  # (B, H, T, size, d)
     total = counts.unflatten(1, (-1, size)).sum(-1).cumsum(-1)[:, None, :, None]
     return Sums(total, rows.sum(-2).cumsum(2), (rows.mT @ rows).cumsum(2))
 
@@ -77,7 +77,8 @@ def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
     total = counts.sum(-1, keepdim=True)
     rank = torch.arange(min(most, rows.shape[2]), device=rows.device) * (-(-total // most)).clamp_min(1)
     place = (~counts).long().argsort(dim=-1, stable=True).gather(1, rank.clamp_max(rows.shape[2] - 1))
-    return rows.take_along_dim(place[:, None, :, None], dim=2), rank < total
+    # Not by one index for all: that is spelled out for every entry, which takes longer than all else here.
+    return torch.stack([item.index_select(1, at) for item, at in zip(rows, place, strict=True)]), rank < total
 
 
 def factor(second: Tensor) -> Tensor:
@@ -111,9 +112,13 @@ def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str, first:
     rows = valid.sum(-1)[:, None, :, None]
     wanted = torch.minimum(wanted[:, None, :, None], rows)
     number = torch.arange(max(int(wanted.max()), 1), device=valid.device)
-    chunk = first + torch.arange(valid.shape[1], device=valid.device).unsqueeze(-1)
+    chunks = valid.shape[1]
     # Numbered by chunk and stretch, whatever else is in the batch.
-    within = draws.uniform_at(purpose, (chunk * 2**32 + number).unsqueeze(0))  # (H, T, m)
+    if chunks == 1 and first == 0:
+        within = draws.uniform(purpose, 1, len(number))  # the same numbers as below, at less cost
+    else:
+        chunk = first + torch.arange(chunks, device=valid.device).unsqueeze(-1)
+        within = draws.uniform_at(purpose, (chunk * 2**32 + number).unsqueeze(0))  # (H, T, m)
     counts = number < wanted
     low, high = (edge * rows // wanted.clamp_min(1) for edge in (number, number + 1))
     rank = torch.where(counts, low + (within * (high - low)).long(), 0)  # (B, H, T, m)
