@@ -65,6 +65,21 @@ SPARING_INLINE T sum(Vec<T> x) {
   return total;
 }
 
+// Two whole numbers of 16 bits stand in each lane: a0 b0 + a1 b1
+SPARING_INLINE Vec<int32_t> pair_products(Vec<int32_t> a, Vec<int32_t> b) {
+#if defined(__x86_64__) && SPARING_BYTES == 64 && !defined(SPARING_EMULATE_AVX512)
+  return reinterpret_cast<Vec<int32_t>>(
+      _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__x86_64__) && SPARING_BYTES == 32
+  return reinterpret_cast<Vec<int32_t>>(
+      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#elif defined(__x86_64__) && SPARING_BYTES == 16
+  return reinterpret_cast<Vec<int32_t>>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 template <class T>
 SPARING_INLINE T largest(Vec<T> x) {
   T top = x[0];
