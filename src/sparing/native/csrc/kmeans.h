@@ -177,45 +177,86 @@ inline void kmeans(const KMeans& call, int64_t begin, int64_t end, float* scratc
   }
 }
 
+// A lower triangular matrix, for products of rows with it. Its columns stand in the lanes.
+template <class T>
+struct Triangle {
+  static constexpr int64_t kSome = 24;  // rows at a time: they stay in the first cache
+  int64_t depth;
+  T* columns;  // [panels][depth][kRows]
+
+  static int64_t panels(int64_t depth) { return (depth + kRows - 1) / kRows; }
+  static int64_t entries(int64_t depth) { return panels(depth) * depth * kRows; }
+
+  // entry(k, c) is asked for k >= c only.
+  template <class Entry>
+  void fill(const Entry& entry) const {
+    for (int64_t i = 0; i < entries(depth); ++i) columns[i] = T(0);
+    for (int64_t c = 0; c < depth; ++c)
+      for (int64_t k = c; k < depth; ++k) columns[(c / kRows * depth + k) * kRows + c % kRows] = entry(k, c);
+  }
+
+  // out[panel][i][c] = sum_k rows[i][k] entry(k, panel * kRows + c) for i < count <= kSome, zeros up to used(panel);
+  // panels are `step` entries apart
+  void multiply(const T* rows, int64_t count, T* out, int64_t step) const {
+    const T* from[kSome];
+    for (int64_t panel = 0; panel < panels(depth); ++panel)
+      for (int64_t c = 0; c < used(panel); c += kStrip<T>) {
+        const int64_t k = panel * kRows + c;
+        for (int64_t i = 0; i < count; ++i) from[i] = rows + i * depth + k;
+        dots_strip<T>(from, count, depth - k, columns + (panel * depth + k) * kRows + c, out + panel * step + c);
+      }
+  }
+
+  int64_t used(int64_t panel) const {
+    const int64_t rest = depth - panel * kRows;
+    return padded<T>(rest < kRows ? rest : kRows);
+  }
+};
+
 // Rounds the keys of some chunks, seen through the factor of their metric, to whole numbers.
 template <class T>
 int64_t metric_scratch(const MetricRows<T>& call) {
-  return call.depth * kRows + (call.size + kRows - 1) / kRows * kRows * call.depth +
-         call.depth * int64_t(sizeof(void*)) / int64_t(sizeof(double));
+  using Factor = Triangle<double>;
+  return Factor::entries(call.depth) + Factor::kSome * call.depth + Factor::panels(call.depth) * call.size * kRows;
 }
 
 template <class T>
 void metric_rows(const MetricRows<T>& call, int64_t begin, int64_t end, double* scratch) {
-  const int64_t d = call.depth, blocks = (call.size + kRows - 1) / kRows;
-  double *columns = scratch, *turned = scratch + d * kRows;  // [depth][kRows], [blocks][depth][kRows]
-  const double** rows = reinterpret_cast<const double**>(turned + blocks * d * kRows);
+  const int64_t d = call.depth, step = call.size * kRows;
+  const Triangle<double> triangle{d, scratch};
+  double *rows = scratch + triangle.entries(d), *turned = rows + triangle.kSome * d;  // [kSome][d], [panels][size][kRows]
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t chunk = unit % call.chunks, item = unit / call.chunks / call.heads;
     const int64_t head = unit / call.chunks % call.heads;
     const uint8_t* valid = call.valid + (item * call.chunks + chunk) * call.size;
+    const double* factor = call.factor + unit * d * d;
+    triangle.fill([&](int64_t k, int64_t c) { return factor[c * d + k]; });
     Vec<double> most{};
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = block * kRows, count = call.size - first < kRows ? call.size - first : kRows;
-      for (int64_t r = 0; r < kRows; ++r) {
-        const bool counts = r < count && valid[first + r];
-        const T* key = call.k.at(item, head, chunk * call.size + first + (counts ? r : 0));
-        for (int64_t k = 0; k < d; ++k) columns[k * kRows + r] = counts ? double(key[k]) : 0.0;
+    for (int64_t first = 0; first < call.size; first += triangle.kSome) {
+      const int64_t count = call.size - first < triangle.kSome ? call.size - first : triangle.kSome;
+      for (int64_t r = 0; r < count; ++r) {
+        const T* key = call.k.at(item, head, chunk * call.size + first + r);
+        if (valid[first + r])
+          for (int64_t k = 0; k < d; ++k) rows[r * d + k] = double(key[k]);
+        else
+          for (int64_t k = 0; k < d; ++k) rows[r * d + k] = 0.0;
       }
-      double* out = turned + block * d * kRows;
-      for (int64_t c = 0; c < d; c += kDeep) {
-        const int64_t some = d - c < kDeep ? d - c : kDeep;
-        for (int64_t i = 0; i < some; ++i) rows[i] = call.factor + (unit * d + c + i) * d + c;
-        dots<double>(rows, some, d - c, columns + c * kRows, out + c * kRows);
-      }
-      for (int64_t i = 0; i < d * kRows; i += lanes<double>) {
-        const Vec<double> entry = load<double>(out + i);
-        most = larger<double>(most, entry < 0.0 ? -entry : entry);
+      triangle.multiply(rows, count, turned + first * kRows, step);
+      for (int64_t panel = 0; panel < triangle.panels(d); ++panel)
+        for (int64_t r = first; r < first + count; ++r)
+          for (int64_t c = 0; c < triangle.used(panel); c += lanes<double>) {
+            const Vec<double> entry = load<double>(turned + panel * step + r * kRows + c);
+            most = larger<double>(most, entry < 0.0 ? -entry : entry);
+          }
+    }
+    const double found = largest<double>(most), unit_size = double(call.limit) / (found == 0.0 ? 1.0 : found);
+    float* out = call.out + unit * call.size * d;
+    for (int64_t panel = 0; panel < triangle.panels(d); ++panel) {
+      const int64_t first = panel * kRows, some = d - first < kRows ? d - first : kRows;
+      for (int64_t r = 0; r < call.size; ++r) {
+        const double* row = turned + panel * step + r * kRows;
+        for (int64_t c = 0; c < some; ++c) out[r * d + first + c] = float(__builtin_rint(row[c] * unit_size));
       }
     }
-    const double found = largest<double>(most), factor = double(call.limit) / (found == 0.0 ? 1.0 : found);
-    float* out = call.out + unit * call.size * d;
-    for (int64_t i = 0; i < call.size; ++i)
-      for (int64_t k = 0; k < d; ++k)
-        out[i * d + k] = float(__builtin_rint(turned[(i / kRows * d + k) * kRows + i % kRows] * factor));
   }
 }

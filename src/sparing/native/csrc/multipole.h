@@ -573,11 +573,6 @@ struct Members {
   }
 };
 
-template <class T>
-SPARING_INLINE void fetch(const T* row, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
-}
-
 // Members of the clusters into the queries that expanded them.
 template <class T>
 void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64_t item, int64_t head, int64_t begin,

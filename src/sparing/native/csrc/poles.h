@@ -2,13 +2,14 @@
 
 template <class T>
 struct PoleMemory {
-  T *columns, *turned;  // [depth][kRows] what keys are away from their cluster's mean, and that times the covariance
-  const T** rows;       // [depth] of the covariance
+  Triangle<T> covariance;  // folded: what stands above the diagonal is added below
+  T *away, *turned;        // [kSome][depth] of keys from their cluster's mean, [panels][kSome][kRows] times the covariance
 
   int64_t lay_out(const Poles<T>& call, T* memory) {
-    columns = memory, turned = memory + call.depth * kRows;
-    rows = reinterpret_cast<const T**>(turned + call.depth * kRows);
-    return 2 * call.depth * kRows + call.depth * (int64_t(sizeof(void*)) / int64_t(sizeof(T)) + 1);
+    const int64_t some = Triangle<T>::kSome, entries = Triangle<T>::entries(call.depth);
+    covariance = {call.depth, memory};
+    away = memory + entries, turned = away + some * call.depth;
+    return entries + some * call.depth + Triangle<T>::panels(call.depth) * some * kRows;
   }
 };
 
@@ -57,14 +58,23 @@ void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t 
     shares[members[i]] = call.scale * dot<T>(call.k.at(item, head, members[i]), mean, call.depth);
     top = shares[members[i]] > top ? shares[members[i]] : top;
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const T log_share = shares[members[i]] - top;
-    const T share = exponential(all(log_share > call.faintest ? log_share : call.faintest))[0];
-    shares[members[i]] = share;
-    weight += share;
-    const T *k_row = call.k.at(item, head, members[i]), *v_row = call.v.at(item, head, members[i]);
-    for (int64_t k = 0; k < call.depth; ++k) key[k] += share * k_row[k];
-    for (int64_t e = 0; e < call.width; ++e) value[e] += share * v_row[e];
+  constexpr int64_t kSome = 64;
+  T share[kSome];
+  Int<T> list[kSome];
+  for (int64_t first = 0; first < count; first += kSome) {
+    const int64_t some = count - first < kSome ? count - first : kSome;
+    for (int64_t i = 0; i < kSome; ++i) {
+      const T log_share = i < some ? shares[members[first + i]] - top : T(0);
+      share[i] = log_share > call.faintest ? log_share : call.faintest;
+    }
+    for (int64_t i = 0; i < some; i += lanes<T>) store<T>(share + i, exponential(load<T>(share + i)));
+    for (int64_t i = 0; i < some; ++i) {
+      list[i] = Int<T>(members[first + i]);
+      shares[list[i]] = share[i];
+      weight += share[i];
+    }
+    add_rows<T>(share, list, some, call.k.at(item, head, 0), call.k.token_step, call.depth, key);
+    add_rows<T>(share, list, some, call.v.at(item, head, 0), call.v.token_step, call.width, value);
   }
   const T part = count ? T(1) / weight : T(1);
   for (int64_t k = 0; k < call.depth; ++k) key[k] *= part;
@@ -78,33 +88,30 @@ void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t 
 
 // The variance of the members' logits for an average query, many keys at a time.
 template <class T>
-void add_spreads(const Poles<T>& call, PoleMemory<T>& memory, int64_t item, int64_t head, int64_t chunk) {
-  const int64_t unit = item * call.heads + head, all_clusters = call.clusters * call.chunks;
+void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item, int64_t head, int64_t chunk) {
+  const int64_t unit = item * call.heads + head, all_clusters = call.clusters * call.chunks, d = call.depth;
+  const Triangle<T>& triangle = memory.covariance;
   const int32_t* bounds = call.bounds + unit * (all_clusters + 1);
   const int32_t* members = call.members + unit * call.keys;
-  const T* covariance = call.covariance + (unit * call.chunks + chunk) * call.depth * call.depth;
-  for (int64_t k = 0; k < call.depth; ++k) memory.rows[k] = covariance + k * call.depth;
-  int64_t cluster = chunk * call.clusters;
-  const int64_t end = bounds[(chunk + 1) * call.clusters];
-  int64_t owner[kRows];
-  for (int64_t first = bounds[cluster]; first < end; first += kRows) {
-    const int64_t count = end - first < kRows ? end - first : kRows;
+  const T* covariance = call.covariance + (unit * call.chunks + chunk) * d * d;
+  triangle.fill(
+      [&](int64_t k, int64_t c) { return k == c ? covariance[k * d + k] : covariance[k * d + c] + covariance[c * d + k]; });
+  int64_t cluster = chunk * call.clusters, owner[Triangle<T>::kSome];
+  const int64_t end = bounds[(chunk + 1) * call.clusters], step = triangle.kSome * kRows;
+  for (int64_t first = bounds[cluster]; first < end; first += triangle.kSome) {
+    const int64_t count = end - first < triangle.kSome ? end - first : triangle.kSome;
     for (int64_t r = 0; r < count; ++r) {
       while (bounds[cluster + 1] <= first + r) ++cluster;
       owner[r] = unit * all_clusters + cluster;
-      const T *row = call.k.at(item, head, members[first + r]), *mean = call.pole_keys + owner[r] * call.depth;
-      for (int64_t k = 0; k < call.depth; ++k) memory.columns[k * kRows + r] = row[k] - mean[k];
+      const T *row = call.k.at(item, head, members[first + r]), *mean = call.pole_keys + owner[r] * d;
+      for (int64_t k = 0; k < d; ++k) memory.away[r * d + k] = row[k] - mean[k];
     }
-    for (int64_t r = count; r < kRows; ++r)
-      for (int64_t k = 0; k < call.depth; ++k) memory.columns[k * kRows + r] = T(0);
-    const int64_t used = padded<T>(count);
-    dots<T>(memory.rows, call.depth, call.depth, memory.columns, memory.turned, used);
-    for (int64_t r = 0; r < used; r += lanes<T>) {
-      Vec<T> total{};
-      for (int64_t k = 0; k < call.depth; ++k)
-        total += load<T>(memory.columns + k * kRows + r) * load<T>(memory.turned + k * kRows + r);
-      for (int64_t lane = 0; lane < lanes<T> && r + lane < count; ++lane)
-        call.spread[owner[r + lane]] += call.shares[unit * call.keys + members[first + r + lane]] * total[lane];
+    triangle.multiply(memory.away, count, memory.turned, step);
+    for (int64_t r = 0; r < count; ++r) {
+      T total = T(0);
+      for (int64_t c = 0; c < d; c += kRows)
+        total += dot<T>(memory.turned + c / kRows * step + r * kRows, memory.away + r * d + c, d - c < kRows ? d - c : kRows);
+      call.spread[owner[r]] += call.shares[unit * call.keys + members[first + r]] * total;
     }
   }
 }

@@ -1,5 +1,11 @@
 // Sums of a few rows out of many.
 
+// Brings a row near that is needed soon.
+template <class T>
+SPARING_INLINE void fetch(const T* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
+}
+
 // sums[e] += sum_c weights[c] rows[list[c]][e] for e < width; rows are `stride` apart
 template <class T>
 SPARING_INLINE void add_rows(const T* weights, const Int<T>* list, int64_t count, const T* rows, int64_t stride,
