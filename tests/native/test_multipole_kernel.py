@@ -69,6 +69,20 @@ def test_the_same_numbers_in_float64(isa, n_q, n_k, d, e, spec, masked, causal):
 
 @every_instruction_set
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("spec", SPECS[:3])
+def test_keys_that_outdo_their_summary_by_far(isa, spec, causal):
+    """Logits in the thousands: no sum that began with the summaries could hold exp of the difference."""
+    q, k, v = (x.double() for x in inputs(200, 200, 16, 8))
+    tensors = (30 * q, 30 * k, v)
+    wanted = by("reference", method=spec, is_causal=causal)(*tensors)
+    with native.instruction_set(isa):
+        found = by("native", method=spec, is_causal=causal)(*tensors)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@every_instruction_set
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_worse_than_plain_float32(isa, spec, causal):
     options = {"method": spec, "is_causal": causal}
