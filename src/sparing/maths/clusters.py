@@ -77,8 +77,13 @@ def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
     total = counts.sum(-1, keepdim=True)
     rank = torch.arange(min(most, rows.shape[2]), device=rows.device) * (-(-total // most)).clamp_min(1)
     place = (~counts).long().argsort(dim=-1, stable=True).gather(1, rank.clamp_max(rows.shape[2] - 1))
-    # Not by one index for all: that is spelled out for every entry, which takes longer than all else here.
-    return torch.stack([item.index_select(1, at) for item, at in zip(rows, place, strict=True)]), rank < total
+    return rows_at(rows, place), rank < total
+
+
+def rows_at(x: Tensor, place: Tensor) -> Tensor:
+    """Some rows (B, m) of x (B, H, n, d), as (B, H, m, d)."""
+    # Not by one index for all: that is spelled out for every entry, and takes ten times as long.
+    return torch.stack([item.index_select(1, at) for item, at in zip(x, place, strict=True)])
 
 
 def factor(second: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparing.call import Call
 from sparing.draws import Draws
-from sparing.maths.clusters import Moments, Rows, factor, moments, sample, spread_out
+from sparing.maths.clusters import Moments, Rows, factor, moments, rows_at, sample, spread_out
 
 FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
 NOTHING = 1e-9  # a variance of logits that is taken for rounding
@@ -105,7 +105,7 @@ def plan(
     # Queries in the order of their keys' ranks: a chunk of keys knows the queries up to its end.
     order = (~present[:, :n]).long().argsort(dim=-1, stable=True)[:, : blocks * block]
     tells = (tells[:, :n] & present[:, :n]).gather(1, order)
-    known = moments(q.take_along_dim(order[:, None, :, None], dim=2), tells, block)
+    known = moments(rows_at(q, order), tells, block)
     usable = (place >= sinks) & (place < count)
     wanted = torch.tensor([[clusters_of(chunk)]], device=k.device)
     levels: tuple[Level, ...] = (
