@@ -1,5 +1,5 @@
-// k-means on rows of whole numbers (kmeans in Python). They fit 16 bits, and every sum of products 32, so that the result
-// does not depend on the order of sums. Rows stand in the lanes, two of their entries in each.
+// k-means on rows of whole numbers (kmeans in Python). They fit 16 bits, and every sum of products 32, so that the
+// result does not depend on the order of sums. Rows stand in the lanes, two of their entries in each.
 
 struct KMeansMemory {
   int32_t* columns;    // [pairs][kRows]
@@ -96,7 +96,7 @@ SPARING_INLINE void meet_centres(const int32_t* centres, const int32_t* norms, i
     }
 }
 
-inline constexpr int32_t kNoCentre = 1 << 30;  // a norm that loses against all others; half of it is beyond all others too
+inline constexpr int32_t kNoCentre = 1 << 30;  // a norm that loses; all others are below half of it
 
 // The nearest centre of each of `count` <= kRows rows.
 inline void nearest_centres(const KMeans& call, const KMeansMemory& parts, const int32_t* columns, int64_t count,
@@ -224,7 +224,7 @@ template <class T>
 void metric_rows(const MetricRows<T>& call, int64_t begin, int64_t end, double* scratch) {
   const int64_t d = call.depth, step = call.size * kRows;
   const Triangle<double> triangle{d, scratch};
-  double *rows = scratch + triangle.entries(d), *turned = rows + triangle.kSome * d;  // [kSome][d], [panels][size][kRows]
+  double *rows = scratch + triangle.entries(d), *turned = rows + triangle.kSome * d;  // [kSome][d], [panels][size][.]
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t chunk = unit % call.chunks, item = unit / call.chunks / call.heads;
     const int64_t head = unit / call.chunks % call.heads;

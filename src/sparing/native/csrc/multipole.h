@@ -1,12 +1,12 @@
 // Attention to few keys, and to summaries of clusters of the others (multipole in Python).
 //
 // Queries are taken in blocks of neighbours, which see the same clusters. A block scores all summaries, picks for each
-// query the clusters to expand, and absorbs the rest of the summaries and the keys near by. Then each cluster absorbs its
-// members into the queries that expanded it, many queries at a time: a small matrix product per cluster.
+// query the clusters to expand, and absorbs the rest of the summaries and the keys near by. Then each cluster absorbs
+// its members into the queries that expanded it, many queries at a time: a small matrix product per cluster.
 
 inline constexpr int64_t kQueries = 4096;      // queries of a task, at most
 inline constexpr int64_t kExpansions = 1 << 20;  // expansions of a task, at most
-inline constexpr int64_t kVisitors = 24;            // queries that meet a cluster's members at once: they stay in the first cache
+inline constexpr int64_t kVisitors = 24;            // queries that meet a cluster's members at once, to suit the cache
 
 inline constexpr int kChains = 4;                // searches that do not wait for each other
 
@@ -271,8 +271,8 @@ struct MultipoleBlock {
     }
   }
 
-  // exp(score - shift) in memory.scores, what expanding a cluster is worth and takes in memory.worth and memory.left, for
-  // the lanes from r on.
+  // exp(score - shift) in memory.scores, what expanding a cluster is worth and takes in memory.worth and memory.left,
+  // for the lanes from r on.
   void value(int r, const T* alarm, T* shift) {
     constexpr int N = lanes<T>;
     const Vec<T> loud = load<T>(alarm + r);
@@ -536,8 +536,6 @@ template <class T>
 struct Members {
   const Int<T>* place;  // ascending
   int64_t count;        // at most kRows
-  const T *columns, *values;  // [depth][kRows] scaled keys, [count][stride]
-  T* scores;                  // [kKeys][kRows]
 
   // Leaves out those that a query looks at anyway; `next` is where the last query's began.
   SPARING_INLINE void leave_out(Int<T> begin, Int<T> end, T* scores, int64_t& next) const {
@@ -604,7 +602,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
       }
       T *columns = memory.block.queries, *scores = memory.block.scores;
       transpose<T>(keys, count, call.depth, call.scale, columns);
-      const Members<T> here{place, count, columns, memory.values, scores};
+      const Members<T> here{place, count};
       const int64_t ahead = next + count + kRows < bounds[last] ? next + count + kRows : bounds[last];
       int64_t near = 0;
       for (int64_t first = from; first < end; first += kVisitors) {
@@ -687,7 +685,8 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
     expand_clusters(call, memory, item, head, begin, pairs);
     for (int64_t query = begin; query < end; ++query) {
       const int64_t at = query - begin, row = unit * call.queries + query;
-      const T total = sum<T>(load<T>(memory.absorbed.total + at * lanes<T>)), inverse = total > T(0) ? T(1) / total : T(0);
+      const T total = sum<T>(load<T>(memory.absorbed.total + at * lanes<T>));
+      const T inverse = total > T(0) ? T(1) / total : T(0);
       const T* sums = memory.absorbed.sums + at * memory.absorbed.stride;
       for (int64_t e = 0; e < call.width; ++e) call.out[row * call.width + e] = sums[e] * inverse;
       const T lse = total > T(0) ? T(__builtin_log(double(total)) + double(memory.absorbed.top[at])) : kNever<T>;

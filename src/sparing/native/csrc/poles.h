@@ -3,7 +3,7 @@
 template <class T>
 struct PoleMemory {
   Triangle<T> covariance;  // folded: what stands above the diagonal is added below
-  T *away, *turned;        // [kSome][depth] of keys from their cluster's mean, [panels][kSome][kRows] times the covariance
+  T *away, *turned;        // [kSome][depth] keys from their cluster's mean, [panels][kSome][kRows] times covariance
 
   int64_t lay_out(const Poles<T>& call, T* memory) {
     const int64_t some = Triangle<T>::kSome, entries = Triangle<T>::entries(call.depth);
@@ -94,8 +94,9 @@ void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item
   const int32_t* bounds = call.bounds + unit * (all_clusters + 1);
   const int32_t* members = call.members + unit * call.keys;
   const T* covariance = call.covariance + (unit * call.chunks + chunk) * d * d;
-  triangle.fill(
-      [&](int64_t k, int64_t c) { return k == c ? covariance[k * d + k] : covariance[k * d + c] + covariance[c * d + k]; });
+  triangle.fill([&](int64_t k, int64_t c) {
+    return k == c ? covariance[k * d + k] : covariance[k * d + c] + covariance[c * d + k];
+  });
   int64_t cluster = chunk * call.clusters, owner[Triangle<T>::kSome];
   const int64_t end = bounds[(chunk + 1) * call.clusters], step = triangle.kSome * kRows;
   for (int64_t first = bounds[cluster]; first < end; first += triangle.kSome) {
@@ -110,7 +111,8 @@ void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item
     for (int64_t r = 0; r < count; ++r) {
       T total = T(0);
       for (int64_t c = 0; c < d; c += kRows)
-        total += dot<T>(memory.turned + c / kRows * step + r * kRows, memory.away + r * d + c, d - c < kRows ? d - c : kRows);
+        total += dot<T>(memory.turned + c / kRows * step + r * kRows, memory.away + r * d + c,
+                        d - c < kRows ? d - c : kRows);
       call.spread[owner[r]] += call.shares[unit * call.keys + members[first + r]] * total;
     }
   }
