@@ -163,11 +163,12 @@ def test_summaries_are_exact_for_the_mean_query(order, causal):
     assert -1e-10 < float(more.min()) < 1e-6 < float(more.max()) < math.log1p(60 * math.exp(-8.0))
 
 
-def formula(m: Multipole, x: Inputs, causal: bool, twice: bool = False) -> tuple[Tensor, ...]:
+def formula(m: Multipole, x: Inputs, causal: bool, twice: bool = False, tolerance: float | None = None):
     """Output, log-sum-exp, error bar and keys touched as the docstring says, by loops over queries and clusters.
 
-    twice: broken, a member that is exact counts in its cluster's summary too.
+    twice: broken, a member that is exact counts in its cluster's summary too. tolerance: instead of that of m.
     """
+    tolerance = m.tolerance if tolerance is None else tolerance
     levels, block, scale = planned(m, x, causal).levels, m.chunk // BLOCKS, 1 / math.sqrt(x.q.shape[-1])
     n_q, n_k = x.n_q, x.n_k
     rows = []
@@ -185,6 +186,8 @@ def formula(m: Multipole, x: Inputs, causal: bool, twice: bool = False) -> tuple
             past = q[: i // block * block] if causal else q
             alarm = (q[i] - past.mean(0)).square().sum() / (past - past.mean(0)).square().sum(-1).mean()
             found = []  # of each cluster: members, worth, squared error, logits
+            near = [j for j in exact if j <= i or not causal]
+            total, scatter = (scale * k[near] @ q[i]).exp().sum(), q.new_zeros(())
             for (level, _), members in clusters.items():
                 known = q[: (members[0] // levels[level].size + 1) * levels[level].size]
                 q0, keys, values = known.mean(0), k[members], v[members]
@@ -196,12 +199,15 @@ def formula(m: Multipole, x: Inputs, causal: bool, twice: bool = False) -> tuple
                 left = [r for r, j in enumerate(members) if j not in exact]
                 mass = logits[left].exp().sum() ** 2
                 error = mass * math.expm1(believed) * (w @ (values - w @ values).square().sum(-1))
-                found.append(
-                    ([members[r] for r in left], error if m.select == "error" else mass, error, logits, members)
-                )
+                worth = (error if m.select == "error" else mass) / max(len(left), 1)
+                found.append(([members[r] for r in left], worth, error, logits, members))
+                total += logits[left].exp().sum()
+                scatter += w @ (values - w @ values).square().sum(-1) * len(members)
+            usual = scatter / max(sum(map(len, clusters.values())), 1) if m.select == "error" else 1.0
+            least = (tolerance * total) ** 2 * usual
             budget, expanded = m.keys, set()
             while fits := [c for c, (left, worth, *_) in enumerate(found)
-                           if c not in expanded and 0 < len(left) <= budget and worth > 0]:  # fmt: skip
+                           if c not in expanded and 0 < len(left) <= budget and worth > least]:  # fmt: skip
                 best = max(fits, key=lambda c: found[c][1])
                 expanded.add(best)
                 budget -= len(found[best][0])
@@ -231,3 +237,44 @@ def test_one_formula(select, order, causal):
         agrees(ours, wanted.to(ours.dtype))
     with pytest.raises(AssertionError):  # control
         agrees(found[0], formula(m, x, causal, twice=True)[0])
+
+
+@CAUSAL
+@IMPLS
+@pytest.mark.parametrize("select", ["error", "mass"])
+def test_a_tolerance_leaves_to_summaries_what_they_serve_well(select, impl, causal):
+    m = Multipole(clusters=6, keys=30, window=4, sinks=1, chunk=24, select=select, tolerance=0.03)
+    x = leaning(54)
+    found = inside(m, x, is_causal=causal, impl=impl)
+    for ours, wanted in zip(found, formula(m, x, causal)):
+        agrees(ours, wanted.to(ours.dtype))
+    assert int(found[3].amin(-1).min()) < int(found[3].amax(-1).max()) - 10, "queries read as much as they need"
+    for other in (0.0, 0.033):  # control
+        with pytest.raises(AssertionError):
+            agrees(found[0], formula(m, x, causal, tolerance=other)[0])
+
+
+@CAUSAL
+def test_a_smaller_tolerance_reads_more_and_errs_less(causal):
+    x = leaning(200, sharpness=3.0)
+    wanted = exact_for(x, is_causal=causal)
+    rows = [
+        inside(Multipole(clusters=16, keys=200, cap=8.0, chunk=64, tolerance=t), x, is_causal=causal)
+        for t in (1.0, 0.1, 0.01, 1e-6)
+    ]
+    touched = [float(found[3].double().mean()) for found in rows]
+    errors = [relative(found[0], wanted) for found in rows]
+    assert touched == sorted(set(touched))
+    assert errors == sorted(set(errors), reverse=True)
+    assert errors[-1] < 1e-4 < 0.02 < errors[0]
+
+
+@CAUSAL
+@IMPLS
+def test_all_keys_are_read_by_the_full_budget_only(causal, impl):
+    """`keys` is a maximum beside a tolerance."""
+    m = Multipole(clusters=6, keys=100, chunk=24, tolerance=0.5)
+    x = leaning(54)
+    assert not bool(inside(m, x, is_causal=causal, impl=impl)[4].all())
+    assert relative(sparing.attention(x.q, x.k, x.value, method=m, seed=0, is_causal=causal, impl=impl),
+                    exact_for(x, is_causal=causal)) > 1e-3  # fmt: skip

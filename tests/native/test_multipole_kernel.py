@@ -47,6 +47,8 @@ SPECS = [
     "multipole(clusters=70, keys=60, window=16, sinks=3, chunk=128)",
     "multipole(clusters=20, keys=0, chunk=128, steps=0)",
     "multipole(keys=1000)",
+    "multipole(clusters=9, keys=40, tolerance=0.02, cap=8.0, chunk=32)",
+    "multipole(clusters=20, keys=1000, window=0, sinks=0, select=mass, tolerance=0.01, chunk=64)",
 ]
 SHAPES = [(1, 1, 1, 1), (17, 17, 20, 3), (63, 130, 80, 33), (130, 63, 16, 64), (300, 300, 64, 17)]
 
@@ -163,7 +165,7 @@ def whole_call(causal=False, n=40):
         "mean": level.known.mean.to(k), "variance": level.known.variance.to(k), **dict(zip(names, parts[:6])),
         "labels": level.labels[None], "shares": parts[6][None],
         "levels": torch.tensor([[level.size, level.clusters, level.chunks]]), "before": 3, "after": 3, "sinks": 1,
-        "block": plan.block or 0, "keys": 9, "second": True, "by_mass": False, "cap": 2.0, "scale": 0.25,
+        "block": plan.block or 0, "keys": 9, "second": True, "by_mass": False, "cap": 2.0, "tolerance": 0.0, "scale": 0.25,
     }  # fmt: skip
 
 
@@ -197,6 +199,7 @@ def test_opcheck():
         ({"mean": torch.randn(2, 2, 2, 8)}, r"mean|variance"),
         ({"keys": -1}, "keys"),
         ({"before": -2}, "before"),
+        ({"tolerance": -1.0}, "tolerance"),
         ({"block": 8}, "block"),
         ({"variance": torch.randn(2, 2, 1).double()}, "variance"),
     ],

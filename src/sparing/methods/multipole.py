@@ -33,9 +33,11 @@ class Multipole(Method):
 
     Keys are clustered by k-means in the metric of the queries; q0 is the mean query, K_c a cluster's mean key. The
     members of a cluster share what depends on q_i, so that a query reads one summary for all of them (within a cluster
-    exp(s q0.k_j) is taken to be at least e^-8 of the largest). a_ic is the predicted variance of the logits of c. Each
-    query expands the clusters of the largest predicted error of the *output*, (mass of c) * sqrt(expm1(min(a_ic, cap)))
-    * (spread of the values of c), until `keys` keys are spent. A budget of all keys is exact attention.
+    exp(s q0.k_j) is taken to be at least e^-8 of the largest). a_ic is the predicted variance of the logits of c, and
+    e_ic = (mass of c) * sqrt(expm1(min(a_ic, cap))) * (spread of the values of c) the predicted error of the *output*.
+    Each query expands the clusters of the largest e_ic^2 per key until `keys` keys are spent. A budget of all keys is
+    exact attention. With a tolerance, `keys` is a maximum: clusters with e_ic^2 per key <= (tolerance * mass of all
+    keys * usual spread of values in a cluster)^2 stay summaries, so that queries and heads read what they need.
 
     Causal: keys are clustered once a chunk is complete, knowing the queries up to its end, and a quarter of a chunk
     at a time before; a query sees its own quarter exactly. Nothing is clustered twice as the sequence grows.
@@ -46,12 +48,13 @@ class Multipole(Method):
     q0 and a_ic fixed.
 
     clusters: summaries of all keys, or, causal, of each chunk; a float is their ratio to the keys.
-    keys: keys that a query looks at in clusters of its choice.
+    keys: keys that a query looks at in clusters of its choice; with a tolerance, at most.
     window: neighbours besides the query's own position that are exact: half on each side, all before it if causal.
         Without a meaning, and unused, in cross attention (n_q != n_k).
     sinks: first so many keys that every query looks at, and if not causal as many of the last.
     order: 2 corrects the mass of a cluster for the variance of its logits, 1 does not.
-    cap: largest variance that is believed.
+    cap: largest variance that is believed; beside a tolerance 8 is better.
+    tolerance: 0 spends all of `keys` on every query; a few thousandths read fewer keys for the same error.
     select: expand by predicted "error" of the output, or by "mass" alone.
     chunk: causal: keys that are clustered together; a multiple of 4.
     steps: of k-means.
@@ -73,6 +76,7 @@ class Multipole(Method):
     sinks: int = knob(1, minimum=0)
     order: int = knob(2, choices=(1, 2))
     cap: float = knob(2.0, above=0.0)
+    tolerance: float = knob(0.0, minimum=0.0)
     select: str = knob("error", choices=("error", "mass"))
     chunk: int = knob(512, minimum=4)
     steps: int = knob(4, minimum=0)
@@ -176,15 +180,29 @@ class Multipole(Method):
             top = dense.finite_or_zero(score.amax(-1, keepdim=True))
             mass = torch.where(left > 0, (score - top).exp() * mass, 0.0)
             error = mass.square() * believed.expm1() * scatter
-            worth = error if self.select == "error" else mass.square()
-            everything = (left.sum(-1, keepdim=True) <= self.keys) & (left > 0)
-            chosen = expand(worth, left, self.keys) | everything
+            worth = (error if self.select == "error" else mass.square()) / left.clamp_min(1)
+            if self.tolerance:
+                near = (logits.masked_fill(~exact, -torch.inf).logsumexp(-1, keepdim=True) - top).exp()
+                seen_members = members.masked_fill(score == -torch.inf, 0.0)
+                least = self._least(near + mass.sum(-1, keepdim=True), seen_members, scatter)
+                chosen = expand(worth.masked_fill(worth <= least, 0.0), left, self.keys)
+            else:
+                everything = (left.sum(-1, keepdim=True) <= self.keys) & (left > 0)
+                chosen = expand(worth, left, self.keys) | everything
         exact = exact | (chosen.gather(-1, inside) & (cluster >= 0))
         spared = torch.where(cluster >= 0, score.gather(-1, inside) + share, -torch.inf)
         logits = torch.where(exact, logits, spared).masked_fill(~visible, -torch.inf)
         weights, lse = dense.softmax(logits)
         rest = error.masked_fill(chosen, 0.0).sum(-1).sqrt() * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp()
         return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
+
+    def _least(self, mass: Tensor, members: Tensor, scatter: Tensor) -> Tensor:
+        """What a cluster must be worth per key to be expanded. mass: of all keys; members, scatter: of the clusters."""
+        least = (self.tolerance * mass).square()
+        if self.select == "mass":
+            return least
+        known = torch.where(members > 0, members * scatter, 0.0)  # clusters out of sight may hold anything, even inf
+        return least * known.sum(-1, keepdim=True) / members.sum(-1, keepdim=True).clamp_min(1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.covers(k.shape[2]) and not call.noted:
@@ -198,19 +216,19 @@ class Multipole(Method):
         before, after = self.sides(q.shape[2], k.shape[2], call.is_causal)
         out, lse, error, read, summaries = native.multipole(
             q, k, v, plan.seen, plan.own, *_laid_end_to_end(plan, k, v, call.scale), before, after, self.sinks,
-            plan.block or 0, self.keys, self.order == 2, self.select == "mass", self.cap, call.scale,
+            plan.block or 0, self.keys, self.order == 2, self.select == "mass", self.cap, self.tolerance, call.scale,
         )  # fmt: skip
         call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
         return out
 
     def covers(self, n_k: int) -> bool:
-        return self.keys >= n_k
+        return self.keys >= n_k and not self.tolerance
 
     def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past:
         return MultipolePast(self, q, k, v, draws, scale)
 
     def full_budget(self, shape: Shape) -> Method:
-        return replace(self, keys=max(shape.keys, 1))
+        return replace(self, keys=max(shape.keys, 1), tolerance=0.0)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         n, d, e = shape.keys, shape.head_dim, shape.value_dim

@@ -124,7 +124,7 @@ class MultipolePast:
             place, mean, variance = None if place is None else place[items], mean[items], variance[items]
         return multipole_step(
             q, k, v, place, torch.tensor(own), torch.tensor(self.visible[items]), mean, variance, poles, ranks,
-            self.block, m.window, m.sinks, m.keys, m.order == 2, m.select == "mass", m.cap, self.scale,
+            self.block, m.window, m.sinks, m.keys, m.order == 2, m.select == "mass", m.cap, m.tolerance, self.scale,
         )  # fmt: skip
 
     def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: list[list[int]], items: slice) -> Found:

@@ -25,14 +25,14 @@ schemas.define(
     "multipole(Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own, Tensor mean, Tensor variance, Tensor pole_keys,"
     " Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor labels, Tensor shares,"
     " Tensor levels, int before, int after, int sinks, int block, int keys, bool second, bool by_mass, float cap,"
-    " float scale) -> (Tensor out, Tensor lse, Tensor error, Tensor read, Tensor summaries)"
+    " float tolerance, float scale) -> (Tensor out, Tensor lse, Tensor error, Tensor read, Tensor summaries)"
 )
 
 schemas.define(
     "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor own, Tensor visible, Tensor mean,"
     " Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread,"
     " Tensor scatter, Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int block, int before,"
-    " int sinks, int keys, bool second, bool by_mass, float cap, float scale)"
+    " int sinks, int keys, bool second, bool by_mass, float cap, float tolerance, float scale)"
     " -> (Tensor out, Tensor lse, Tensor error, Tensor read, Tensor summaries)"
 )
 
@@ -112,6 +112,7 @@ def multipole(
     second: bool,
     by_mass: bool,
     cap: float,
+    tolerance: float,
     scale: float,
 ) -> tuple[Tensor, ...]:
     """(output (B, H, n_q, e), log-sum-exp, predicted error, keys and summaries that were read (B, H, n_q)).
@@ -125,7 +126,7 @@ def multipole(
     q, k, v = (adjacent(x) for x in (q, k, v))
     tensors = (t.contiguous() for t in (seen, own, mean, variance, *poles, labels, shares, levels))
     return torch.ops.sparing.multipole(
-        q, k, v, *tensors, before, after, sinks, block, keys, second, by_mass, cap, scale
+        q, k, v, *tensors, before, after, sinks, block, keys, second, by_mass, cap, tolerance, scale
     )
 
 
@@ -158,6 +159,7 @@ def multipole_step(
     second: bool,
     by_mass: bool,
     cap: float,
+    tolerance: float,
     scale: float,
 ) -> tuple[Tensor, ...]:
     """What `multipole` returns, for queries (B, H, n_q, d) after a past in clusters; k, v are (B, H_kv, n, .).
@@ -170,7 +172,7 @@ def multipole_step(
     return torch.ops.sparing.multipole_step(
         q, k, v, place, own, visible, mean, variance, *(poles[name] for name in _POLES),
         *(ranks[name] for name in ("labels", "shares", "members")), block, before, sinks, keys, second, by_mass, cap,
-        scale,
+        tolerance, scale,
     )  # fmt: skip
 
 
@@ -188,7 +190,7 @@ def near_step(
     mean, variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
     visible = torch.zeros(batch, dtype=torch.long)
     return multipole_step(
-        q, k, v, None, own, visible, mean, variance, poles, ranks, 1, before, sinks, 0, False, False, 1.0, scale
+        q, k, v, None, own, visible, mean, variance, poles, ranks, 1, before, sinks, 0, False, False, 1.0, 0.0, scale
     )
 
 

@@ -140,6 +140,8 @@ struct MultipoleBlock {
   int64_t slots = 0;     // clusters that have members near by
   int64_t low = 0, high = -1;  // keys near by
   Int<T> from = 0;  // causal: all keys from here on are exact
+  T near_top[kRows] = {}, near_total[kRows] = {};  // of the keys near by, if there is a tolerance
+  T least[kRows] = {};                             // what a cluster must be worth to be expanded
 
   const Level<T>& level_of(int64_t key) const {
     // Clusters of blocks stand in for those of the chunk that is not complete.
@@ -271,9 +273,21 @@ struct MultipoleBlock {
     }
   }
 
-  // exp(score - shift) in memory.scores, what expanding a cluster is worth and takes in memory.worth and memory.left,
-  // for the lanes from r on.
-  void value(int r, const T* alarm, T* shift) {
+  // The mean scatter of the keys in clusters.
+  T usual_scatter() const {
+    T sum = T(0);
+    for (int64_t c = 0; c < shown; ++c) sum += memory.sizes[c] * call.scatter[unit * call.clusters + memory.visible[c]];
+    return sum / T(members);
+  }
+
+  // What a cluster must be worth per key, in units of the squared mass of all keys.
+  T bound() const {
+    return call.tolerance > T(0) ? call.tolerance * call.tolerance * (call.by_mass ? T(1) : usual_scatter()) : T(0);
+  }
+
+  // exp(score - shift) in memory.scores, what expanding a cluster is worth per key and how many keys it takes in
+  // memory.worth and memory.left, for the lanes from r on.
+  void value(int r, const T* alarm, T bound, T* shift) {
     constexpr int N = lanes<T>;
     const Vec<T> loud = load<T>(alarm + r);
     const int64_t poles = unit * call.clusters;
@@ -291,6 +305,7 @@ struct MultipoleBlock {
     }
     const Vec<T> by = top == kNever<T> ? Vec<T>{} : top;
     store<T>(shift + r, by);
+    Vec<T> total = load<T>(near_total + r) * exponential(load<T>(near_top + r) - by);
     for (int64_t c = 0; c < shown; ++c) {
       const int64_t at = poles + memory.visible[c];
       T* score = memory.scores + c * kRows + r;
@@ -302,9 +317,12 @@ struct MultipoleBlock {
         mass = left > T(0) ? f * (call.weight[at] - load<T>(memory.gone_weight + slot * kRows + r)) : Vec<T>{};
       }
       store<T>(score, f);
+      total += mass;
       store<T>(memory.left + c * N, left);
-      store<T>(memory.worth + c * N, call.by_mass ? mass * mass : mass * mass * error_factor(at, loud));
+      const Vec<T> worth = mass * mass / (left > T(1) ? left : all(T(1)));
+      store<T>(memory.worth + c * N, call.by_mass ? worth : worth * error_factor(at, loud));
     }
+    store<T>(least + r, bound > T(0) ? total * total * bound : Vec<T>{});  // the square may overflow
     for (int64_t c = shown; c < shown + kChains; ++c) store<T>(memory.worth + c * N, all(T(-1)));
   }
 
@@ -314,12 +332,12 @@ struct MultipoleBlock {
   }
 
   // Of the clusters that fit, for each lane the one that is worth most, of equal ones the first; -1 if there is none.
-  SPARING_INLINE IntVec<T> best_fit(Vec<T> budget) const {
+  SPARING_INLINE IntVec<T> best_fit(Vec<T> budget, Vec<T> least) const {
     constexpr int N = lanes<T>;
     const int64_t part = (shown + kChains - 1) / kChains;
-    Vec<T> best[kChains] = {};
+    Vec<T> best[kChains];
     IntVec<T> which[kChains], at{};
-    for (int j = 0; j < kChains; ++j) which[j] = Int<T>(-1) - IntVec<T>{};
+    for (int j = 0; j < kChains; ++j) best[j] = least, which[j] = Int<T>(-1) - IntVec<T>{};
     for (int64_t i = 0; i < part; ++i, at += 1)
       for (int j = 0; j < kChains; ++j) {
         const int64_t c = (j * part + i) * N;
@@ -351,14 +369,14 @@ struct MultipoleBlock {
     Vec<T> budget = all(T(call.budget)), opened{};
     for (int lane = 0; lane < N; ++lane) {
       if (r + lane >= count) budget[lane] = T(-1);
-      if (r + lane >= count || T(members) - near[lane] > T(call.budget)) continue;
+      if (r + lane >= count || call.tolerance > T(0) || T(members) - near[lane] > T(call.budget)) continue;
       for (int64_t c = 0; c < shown; ++c)
         if (memory.left[c * N + lane] > T(0)) expand(c, lane);
       opened[lane] = T(members) - near[lane];
       budget[lane] = T(-1);
     }
     for (;;) {
-      const IntVec<T> which = best_fit(budget);
+      const IntVec<T> which = best_fit(budget, load<T>(least + r));
       const uint32_t found = held<T>(which >= 0);
       if (!found) break;
       for (int lane = 0; lane < N; ++lane) {
@@ -371,10 +389,11 @@ struct MultipoleBlock {
     Vec<T> error{}, spared{};
     for (int64_t c = 0; c < shown; ++c) {
       const Vec<T> worth = load<T>(memory.worth + c * N);
-      Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
+      const Vec<T> left = load<T>(memory.left + c * N);
+      Vec<T> kept = worth > T(0) ? worth * left : Vec<T>{};
       if (call.by_mass) kept *= error_factor(unit * call.clusters + memory.visible[c], load<T>(alarm + r));
       error += kept;
-      spared += (worth >= T(0)) & (load<T>(memory.left + c * N) > T(0)) ? all(T(1)) : Vec<T>{};
+      spared += (worth >= T(0)) & (left > T(0)) ? all(T(1)) : Vec<T>{};
     }
     for (int lane = 0; lane < N && r + lane < count; ++lane) {
       missed[r + lane] = error[lane];
@@ -462,6 +481,37 @@ struct MultipoleBlock {
     }
   }
 
+  // The mass of some exact keys, in near_top and near_total.
+  void weigh_exact(const Exact<T>& some) {
+    Block<T>& block = memory.block;
+    const NearMask<T> near = mask(some.place);
+    for (int strip = 0; strip < block.used; strip += kStrip<T>) {
+      const Range range = some.joined ? seen_by(strip, some) : Range{0, some.count};
+      if (range.begin >= range.end) continue;
+      dots_strip<T>(some.keys + range.begin, range.end - range.begin, block.depth, block.queries + strip,
+                    block.scores + range.begin * kRows + strip);
+      for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
+        const Vec<T> before = load<T>(near_top + r);
+        Vec<T> high = before;
+        for (int64_t c = range.begin; c < range.end; ++c) {
+          T* at = block.scores + c * kRows + r;
+          store<T>(at, near(c, r) ? load<T>(at) : all(kNever<T>));
+          high = larger<T>(high, load<T>(at));
+        }
+        const Vec<T> by = high == kNever<T> ? Vec<T>{} : high;
+        Vec<T> total = load<T>(near_total + r) * exponential(before - by);
+        for (int64_t c = range.begin; c < range.end; ++c)
+          total += exponential(load<T>(block.scores + c * kRows + r) - by);
+        store<T>(near_top + r, high), store<T>(near_total + r, total);
+      }
+    }
+  }
+
+  void weigh_near() {
+    for (int r = 0; r < kRows; ++r) near_top[r] = kNever<T>;
+    visit_near([&](const Exact<T>& some) { weigh_exact(some); });
+  }
+
   // Which of some neighbouring keys a strip of lanes may see.
   Range seen_by(int strip, const Exact<T>& some) const {
     const int last = strip + kStrip<T> - 1;
@@ -471,12 +521,18 @@ struct MultipoleBlock {
     return {begin > first ? begin - first : 0, to};
   }
 
-  // The keys near by, the sinks and, if not causal, the last keys.
   void absorb_near(const T* shift, int64_t* read) {
-    Exact<T> some;
     Int<T> met[kRows] = {};
+    visit_near([&](const Exact<T>& some) { absorb_exact(some, shift, met); });
+    for (int64_t r = 0; r < count; ++r) read[r] += met[r];
+  }
+
+  // The keys near by, the sinks and, if not causal, the last keys, some at a time.
+  template <class Visit>
+  void visit_near(const Visit& visit) const {
+    Exact<T> some;
     const auto flush = [&] {
-      if (some.count) absorb_exact(some, shift, met);
+      if (some.count) visit(some);
       some.count = 0;
     };
     const auto range = [&](int64_t begin, int64_t end) {
@@ -501,7 +557,6 @@ struct MultipoleBlock {
     some.joined = true;
     range(low > sinks ? low : sinks, high + 1 < tail ? high + 1 : tail);
     flush();
-    for (int64_t r = 0; r < count; ++r) read[r] += met[r];
   }
 };
 
@@ -672,8 +727,10 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
         here.count_near();
         here.sound(alarm);
         here.score();
+        if (call.tolerance > T(0)) here.weigh_near();
+        const T bound = here.bound();
         for (int r = 0; r < memory.block.used; r += lanes<T>) {
-          here.value(r, alarm, shift);
+          here.value(r, alarm, bound, shift);
           pairs = here.choose(r, pairs, first - begin, alarm, memory.missed + first - begin, read, summaries);
         }
         here.absorb_summaries(shift);

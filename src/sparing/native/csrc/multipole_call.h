@@ -84,7 +84,7 @@ struct Multipole {
   int64_t before, after;  // exact neighbours; -1: none, not even the query's own key
   int64_t sinks, block, budget;  // block: causal, keys of a query's own block; 0 if not causal
   bool second, by_mass;
-  T cap, scale;
+  T cap, tolerance, scale;
   T *out, *lse, *error;  // [items][heads][queries][width], [items][heads][queries]
   int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
 };
@@ -112,7 +112,7 @@ struct MultipoleStep {
   const T* shares;                             // [items][heads][ranks]
   int64_t block, before, sinks, budget;
   bool second, by_mass;
-  T cap, scale;
+  T cap, tolerance, scale;
   T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
   int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
 };

@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
     Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own, Tensor mean, Tensor variance, Tensor pole_keys,
     Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor labels, Tensor shares, Tensor levels,
     int64_t before, int64_t after, int64_t sinks, int64_t block, int64_t budget, bool second, bool by_mass, double cap,
-    double scale) {
+    double tolerance, double scale) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
     STD_TORCH_CHECK(pole_keys.dim() == 4, "pole_keys must have 4 axes");
@@ -149,6 +149,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
     call.sinks = sinks < call.keys ? sinks : call.keys;
     call.block = block, call.budget = budget < call.keys ? budget : call.keys;
     call.second = second, call.by_mass = by_mass, call.cap = T(cap), call.scale = T(scale);
+    STD_TORCH_CHECK(tolerance >= 0, "tolerance must not be negative");
+    call.tolerance = T(tolerance);
     STD_TORCH_CHECK(levels.dim() == 2, "levels must have 2 axes");
     call.levels = levels.size(0);
     STD_TORCH_CHECK(block ? call.levels <= 2 : call.levels == 1, "there must be one level, or up to two if causal");
@@ -205,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
     Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, Tensor own, Tensor visible, Tensor mean, Tensor variance,
     Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor begin,
     Tensor size, Tensor labels, Tensor shares, Tensor members, int64_t block, int64_t before, int64_t sinks,
-    int64_t budget, bool second, bool by_mass, double cap, double scale) {
+    int64_t budget, bool second, bool by_mass, double cap, double tolerance, double scale) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
     STD_TORCH_CHECK(pole_keys.dim() == 4 && labels.dim() == 3, "pole_keys must have 4 axes, and labels 3");
@@ -237,6 +239,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
     call.block = block, call.before = before < call.keys ? before : call.keys;
     call.sinks = sinks < call.keys ? sinks : call.keys, call.budget = budget < call.keys ? budget : call.keys;
     call.second = second, call.by_mass = by_mass, call.cap = T(cap), call.scale = T(scale);
+    STD_TORCH_CHECK(tolerance >= 0, "tolerance must not be negative");
+    call.tolerance = T(tolerance);
     for (int64_t i = 0; i < b; ++i) {
       // Whole vectors are read, up to so many clusters too far.
       STD_TORCH_CHECK(call.visible[i] >= 0 && (call.visible[i] == 0 || call.visible[i] + 16 <= c),

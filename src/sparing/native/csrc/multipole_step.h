@@ -80,10 +80,10 @@ SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, in
   }
 }
 
-// The cluster that is worth most of those that fit, the first of equals; -1 if none is worth anything.
+// The cluster that is worth most of those that fit, the first of equals; -1 if none is worth more than `least`.
 template <class T>
-SPARING_INLINE int64_t best_that_fits(const T* worth, const T* left, int64_t clusters, T budget) {
-  Vec<T> best{};
+SPARING_INLINE int64_t best_that_fits(const T* worth, const T* left, int64_t clusters, T budget, T least) {
+  Vec<T> best = all(least);
   IntVec<T> which = Int<T>(-1) - IntVec<T>{};
   const IntVec<T> lane = iota<Int<T>>();
   for (int64_t c = 0; c < clusters; c += lanes<T>) {
@@ -92,7 +92,7 @@ SPARING_INLINE int64_t best_that_fits(const T* worth, const T* left, int64_t clu
     best = better ? x : best;
     which = better ? lane + Int<T>(c) : which;
   }
-  T top = T(0);
+  T top = least;
   int64_t found = -1;
   for (int i = 0; i < lanes<T>; ++i)
     if (which[i] >= 0 && (best[i] > top || (best[i] == top && which[i] < found))) top = best[i], found = which[i];
@@ -109,7 +109,8 @@ struct StepQuery {
   int64_t from, low;   // ranks from here on are exact; near by
   int64_t rows = 0;    // keys that the query looks at
   int64_t near = 0;    // of which so many are near by and in clusters, at the start
-  T loud = T(0), shift = T(0), missed = T(0);
+  T loud = T(0), shift = T(0), missed = T(0), near_top = T(0);
+  T least = T(0);  // what a cluster must be worth to be expanded
   int64_t spared = 0;
 
   int64_t position(int64_t rank) const { return call.place ? call.place[item * call.places + rank] : rank; }
@@ -164,16 +165,41 @@ struct StepQuery {
     }
     shift = largest<T>(top);
     if (shift == kNever<T>) shift = T(0);
+    Vec<T> total{};
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       const IntVec<T> some = load<T>(memory.left + c) > T(0);
       const Vec<T> f = some ? exponential(load<T>(memory.score + c) - shift) : Vec<T>{};
       const Vec<T> mass = some ? f * (load<T>(call.weight + at + c) - load<T>(memory.gone + c)) : Vec<T>{};
       store<T>(memory.score + c, f);
-      Vec<T> worth = mass * mass;
+      total += mass;
+      const Vec<T> left = load<T>(memory.left + c);
+      Vec<T> worth = mass * mass / (left > T(1) ? left : all(T(1)));
       if (!call.by_mass) worth *= surplus(variance(c)) * load<T>(call.scatter + at + c);
       store<T>(memory.worth + c, some ? worth : Vec<T>{});
     }
     for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.worth[c] = T(0), memory.score[c] = T(0);
+    if (call.tolerance > T(0)) {
+      const T every = sum<T>(total) + mass_near() * exponential(all(near_top - shift))[0];
+      least = call.tolerance * call.tolerance * (call.by_mass ? T(1) : usual_scatter()) * every * every;
+    }
+  }
+
+  // The mean scatter of the keys in clusters.
+  T usual_scatter() const {
+    const int64_t at = unit * call.clusters;
+    T total = T(0), members = T(0);
+    for (int64_t c = 0; c < shown; ++c)
+      if (call.size[at + c]) total += T(call.size[at + c]) * call.scatter[at + c], members += T(call.size[at + c]);
+    return members > T(0) ? total / members : T(0);
+  }
+
+  // Of the keys that are looked at before any cluster is expanded, times exp(-near_top).
+  T mass_near() {
+    near_top = kNever<T>;
+    for (int64_t i = 0; i < rows; ++i) near_top = memory.weight[i] > near_top ? memory.weight[i] : near_top;
+    T total = T(0);
+    for (int64_t i = 0; i < rows; ++i) total += exponential(all(memory.weight[i] - near_top))[0];
+    return total;
   }
 
   void expand(int64_t c) {
@@ -187,23 +213,30 @@ struct StepQuery {
   void choose() {
     T budget = T(call.budget), every = T(0);
     for (int64_t c = 0; c < shown; ++c) every += memory.left[c];
-    if (every <= budget) {
+    if (every <= budget && !(call.tolerance > T(0))) {
       for (int64_t c = 0; c < shown; ++c)
         if (memory.left[c] > T(0)) expand(c);
       return;
     }
-    for (int64_t c; (c = best_that_fits<T>(memory.worth, memory.left, shown, budget)) >= 0;) {
+    for (int64_t c; (c = best_that_fits<T>(memory.worth, memory.left, shown, budget, least)) >= 0;) {
       budget -= memory.left[c];
       expand(c);
     }
     const int64_t at = unit * call.clusters;
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       const Vec<T> worth = load<T>(memory.worth + c);
-      Vec<T> kept = worth > T(0) ? worth : Vec<T>{};
+      Vec<T> kept = worth > T(0) ? worth * load<T>(memory.left + c) : Vec<T>{};
       if (call.by_mass) kept *= surplus(variance(c)) * load<T>(call.scatter + at + c);
       missed += sum<T>(kept);
     }
     for (int64_t c = 0; c < shown; ++c) spared += memory.worth[c] >= T(0) && memory.left[c] > T(0);
+  }
+
+  // The logits of the keys from `first` on.
+  void meet(int64_t first) {
+    T* logits = memory.weight + first;
+    dots_with<T>(q, call.depth, rows - first, [&](int64_t i) { return memory.key[first + i]; }, logits);
+    for (int64_t i = 0; i < rows - first; ++i) logits[i] *= call.scale;
   }
 
   void answer(int64_t row) {
@@ -212,14 +245,14 @@ struct StepQuery {
     near = rows;
     for (int64_t rank = from; rank <= own; ++rank) look_at(rank);
     for (int64_t rank = 0; rank < call.sinks && rank < low; ++rank) look_at(rank);
-    if (shown) sound(), score(), choose();
-
-    dots_with<T>(q, call.depth, rows, [&](int64_t i) { return memory.key[i]; }, memory.weight);
-    T top = spared ? shift : kNever<T>;
-    for (int64_t i = 0; i < rows; ++i) {
-      memory.weight[i] *= call.scale;
-      top = memory.weight[i] > top ? memory.weight[i] : top;
+    meet(0);
+    if (shown) {
+      const int64_t met = rows;
+      sound(), score(), choose();
+      meet(met);
     }
+    T top = spared ? shift : kNever<T>;
+    for (int64_t i = 0; i < rows; ++i) top = memory.weight[i] > top ? memory.weight[i] : top;
     Vec<T> sums{};
     T total = T(0);
     int64_t i = 0;
