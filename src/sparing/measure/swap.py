@@ -52,7 +52,9 @@ class Swap(NamedTuple):
 
     method: Method
     mean: float  #: cosine of the embeddings, or perplexity
-    worst: float  #: the worst document
+    worst: float  #: the worst document and seed
+    read: float | None = None  #: keys and summaries that a query read on average
+    each: tuple[float, ...] = ()  #: every document, then every document of the next seed
 
 
 @torch.no_grad()
@@ -67,23 +69,34 @@ def perplexity(model: Any, ids: Tensor) -> Tensor:
     return torch.stack([model(input_ids=one[None], labels=one[None], use_cache=False).loss.exp() for one in ids])
 
 
-def swap(model: Any, ids: Tensor, specs: Iterable[str | Method], *, decoder: bool, seed: int = 0) -> Iterator[Swap]:
-    """Each method in turn; `exact` comes first."""
-    from sparing.transformers import approximate
-
+def swap(model: Any, ids: Tensor, specs: Iterable[str | Method], *, decoder: bool, seeds: int = 1) -> Iterator[Swap]:
+    """Each method in turn, with so many seeds; `exact` comes first."""
     before = None if decoder else embeddings(model, ids)
     for spec in ("exact", *specs):
         chosen = _method(spec)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*needs further training")
-            handle = approximate(model, chosen, seed=seed)
-        with handle:
-            if before is None:
-                found = perplexity(model, ids)
-                yield Swap(chosen, float(found.log().mean().exp()), float(found.max()))
-            else:
-                found = torch.nn.functional.cosine_similarity(embeddings(model, ids), before)
-                yield Swap(chosen, float(found.mean()), float(found.min()))
+        runs = range(seeds if chosen.supports.stochastic else 1)
+        parts = [_swapped(model, ids, chosen, seed, before) for seed in runs]
+        found, read = torch.cat([part for part, _ in parts]), parts[0][1]
+        each = tuple(found.tolist())
+        if decoder:
+            yield Swap(chosen, float(found.log().mean().exp()), float(found.max()), read, each)
+        else:
+            yield Swap(chosen, float(found.mean()), float(found.min()), read, each)
+
+
+def _swapped(model: Any, ids: Tensor, method: Method, seed: int, before: Tensor | None) -> tuple[Tensor, float | None]:
+    """Perplexities, or cosines with the embeddings `before`, of the documents, and the keys that were read."""
+    from sparing.transformers import approximate
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*needs further training")
+        handle = approximate(model, method, seed=seed)
+    with handle:
+        if before is None:
+            found = perplexity(model, ids)
+        else:
+            found = torch.nn.functional.cosine_similarity(embeddings(model, ids), before)
+        return found, handle.statistics().total.keys_read
 
 
 def texts_of(path: str) -> list[str]:
@@ -113,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--length", type=int, help="tokens per document; default: 512 for minilm, 2048 for smollm2")
     parser.add_argument("--documents", type=int, help="default: 8 for minilm, 1 for smollm2")
+    parser.add_argument("--seeds", type=int, default=1, help="of methods that draw random numbers")
     parser.add_argument("--text", help="a text file with one document per line; default: Python help topics")
     options = parser.parse_args(arguments)
     from sparing.tasks import minilm, smollm2
@@ -128,10 +142,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     specs = split_specs(options.methods) if options.methods else DECODER if decoder else ENCODER
     unit = "perplexity" if decoder else "cosine"
-    sys.stdout.write(f"| method | {unit} | worst of {len(ids)} |\n|---|---|---|\n")
-    for row in swap(model, ids, specs, decoder=decoder):
+    change = (" change | by document |", "---|---|") if decoder else ("", "")
+    sys.stdout.write(f"| method | keys read | {unit} | worst |{change[0]}\n|---|---|---|---|{change[1]}\n")
+    exact: tuple[float, ...] = ()
+    for row in swap(model, ids, specs, decoder=decoder, seeds=options.seeds):
+        exact = exact or row.each
         digits = 2 if decoder or math.isnan(row.mean) else 4
-        sys.stdout.write(f"| `{row.method}` | {row.mean:.{digits}f} | {row.worst:.{digits}f} |\n")
+        read = "-" if row.read is None else f"{row.read:.0f}"
+        sys.stdout.write(f"| `{row.method}` | {read} | {row.mean:.{digits}f} | {row.worst:.{digits}f} |")
+        if decoder:  # against the exact model, document by document
+            changes = [100 * (x / y - 1) for x, y in zip(row.each, exact * (len(row.each) // len(exact)), strict=True)]
+            mean = sum(changes) / len(changes)
+            sys.stdout.write(f" {mean:+.2f} % | {' '.join(f'{x:+.2f}' for x in changes)} |")
+        sys.stdout.write("\n")
         sys.stdout.flush()
     return 0
 

@@ -20,7 +20,8 @@ class Tally:
     steps: int = 0  #: that ran the method on tokens which continue a cache
     exact_calls: int = 0  #: that ran exact attention, because they continue a cache, or are a prompt left exact
     covered: int = 0  #: that were exact because the method's budget holds every key
-    touched: float = 0.0  #: keys and summaries that queries of `steps` read, summed over heads
+    queries: int = 0  #: of all heads, in calls and steps
+    touched: float = 0.0  #: keys, summaries or features that they read
     shown: float = 0.0  #: keys that they could have read
     tokens: int = 0  #: valid keys
     slots: int = 0  #: keys with padding
@@ -50,13 +51,20 @@ class Tally:
             self.tokens += length
             self.rate += length * (float(own["padded_rate"]) if own else 1.0)
             self.exact_flops += _method("exact").cost(shape).flops
-            self.flops += method.cost(shape, own).flops
+            cost = method.cost(shape, own)
+            self.flops += cost.flops
+            rows = heads * shape.queries
+            read = facts["touched"][item].double().mean() if "touched" in facts else cost.keys
+            self.queries += rows
+            self.shown += heads * shape.pairs
+            self.touched += rows * float(length if read is None else read)
 
     def add_step(self, query: Tensor, key: Tensor, value: Tensor, facts: Mapping[str, Tensor]) -> None:
         """Count a call that continued a cache."""
         touched = float(facts["touched"].sum())
         shown = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
         self.steps += 1
+        self.queries += query.shape[0] * query.shape[1] * query.shape[2]
         self.touched += touched
         self.shown += shown
         each = 2.0 * key.shape[3] + 2.0 * value.shape[3] + 1.0
@@ -103,8 +111,13 @@ class LayerStatistics:
         return self.tally.covered
 
     @property
+    def keys_read(self) -> float | None:
+        """Keys, or summaries or features, that a query read on average; None before the first call."""
+        return self.tally.touched / self.tally.queries if self.tally.queries else None
+
+    @property
     def share_read(self) -> float | None:
-        """Of the keys in the cache, how many a decoded token read, summaries included; None if none was decoded."""
+        """The same as a share of the keys that it could have read."""
         return self.tally.touched / self.tally.shown if self.tally.shown else None
 
     @property
@@ -159,14 +172,14 @@ class Statistics:
 
     def __str__(self) -> str:
         head = (
-            "layer", "method", "calls", "steps", "exact calls", "covered", "read", "rate", "paper's FLOPs",
+            "layer", "method", "calls", "steps", "exact calls", "covered", "keys read", "rate", "paper's FLOPs",
             "projection", "whole attention",
         )  # fmt: skip
         rows: list[tuple[str, ...]] = [head]
         for layer in (*self.layers, *([self.total] if len(self.layers) > 1 else [])):
             rows.append((
                 layer.name, str(layer.method), str(layer.calls), str(layer.steps), str(layer.exact_calls),
-                str(layer.covered), _share(layer.share_read), _share(layer.rate), _ratio(layer.paper_reduction),
+                str(layer.covered), _count(layer.keys_read), _share(layer.rate), _ratio(layer.paper_reduction),
                 _ratio(layer.projection_reduction), _ratio(layer.reduction),
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -191,6 +204,10 @@ def _lengths(mask: Tensor | None, batch: int, n_k: int) -> list[int]:
         return [n_k] * batch
     found: list[int] = mask[:, 0, 0].sum(-1).tolist()
     return found if len(found) == batch else found * batch
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def _share(value: float | None) -> str:
