@@ -7,11 +7,13 @@ each other: by the stock model with its own cache, and by the method.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,11 @@ from sparing.method import Method
 from sparing.method import method as _method
 from sparing.spec import split_specs
 
-METHODS = ("multipole(clusters=48, keys=96, window=0, sinks=4, order=1, cap=8.0)", "window(size=600, sinks=4)")
+METHODS = (
+    "multipole(clusters=32, keys=300, window=0, sinks=4, cap=8.0, steps=6, tolerance=0.0036)",
+    "window(size=400, sinks=4)",
+)
+_STOCK = "sdpa"
 
 
 class Decoding(NamedTuple):
@@ -39,30 +45,50 @@ class Decoding(NamedTuple):
 
 
 class _Clock:
-    """Sums what the calls of an attention function take."""
+    """An attention function that sums what its calls take, and keeps the queries that it is asked to."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], keep: bool) -> None:
         self.function, self.seconds = function, 0.0
+        self.queries: list[Tensor] | None = [] if keep else None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.queries is not None:
+            self.queries.append(query)
         start = time.perf_counter()
-        found = self.function(*args, **kwargs)
+        found = self.function(module, query, *args, **kwargs)
         self.seconds += time.perf_counter() - start
         return found
 
 
 @contextmanager
-def _timed(name: str) -> Iterator[_Clock]:
+def _clocked(name: str, *, keep: bool = False) -> Iterator[_Clock]:
     """A clock around what transformers calls under that name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS[name]
-    clock = _Clock(before)
+    clock = _Clock(before, keep)
     ALL_ATTENTION_FUNCTIONS[name] = clock
     try:
         yield clock
     finally:
         ALL_ATTENTION_FUNCTIONS[name] = before
+
+
+class Prompt(NamedTuple):
+    """A text that the stock model has read."""
+
+    cache: Any
+    queries: list[Tensor]  #: of each layer
+    following: Tensor  #: the tokens of the continuation, after the last of the prompt
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, tokens: int) -> Prompt:
+    """ids [n]: all but the last `tokens` + 1 are the prompt."""
+    with _clocked(_STOCK, keep=True) as clock:
+        cache = model(input_ids=ids[None, : -tokens - 1], use_cache=True, logits_to_keep=1).past_key_values
+    assert clock.queries is not None
+    return Prompt(cache, clock.queries, ids[-tokens - 1 :])
 
 
 class _Run:
@@ -75,7 +101,8 @@ class _Run:
         self.loss: list[float] = []
 
     def step(self, token: Tensor, following: Tensor) -> None:
-        with _timed(self.implementation) as clock:
+        self.model.config._attn_implementation_internal = self.implementation
+        with _clocked(self.implementation) as clock:
             start = time.perf_counter()
             logits = self.model(input_ids=token.view(1, 1), past_key_values=self.cache, use_cache=True).logits[0, -1]
             self.whole.append(time.perf_counter() - start)
@@ -84,36 +111,36 @@ class _Run:
 
 
 @torch.no_grad()
-def decode(model: Any, ids: Tensor, spec: str | Method, *, tokens: int, seed: int = 0) -> Decoding:
-    """ids [n]: all but the last `tokens` + 1 are the prompt."""
+def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> Decoding:
+    """The continuation of a prompt, token by token, by the method and by the stock model."""
     from transformers import DynamicCache
 
     from sparing.transformers import approximate
+    from sparing.transformers.cache import indexed
+    from sparing.transformers.decode import learn
+    from sparing.transformers.slot import slot_of
 
-    prompt = ids[: -tokens - 1]
+    caches = [DynamicCache(), DynamicCache()]
+    for cache in caches:
+        for number, held in enumerate(prompt.cache.layers):
+            cache.update(held.keys, held.values, number)
     with approximate(model, spec, seed=seed, when="decode") as handle:
-        cache = model(input_ids=prompt[None], use_cache=True, logits_to_keep=1).past_key_values
-        plain = DynamicCache()
-        for number, layer in enumerate(cache.layers):
-            plain.update(layer.keys, layer.values, number)
-        ours, stock = model.config._attn_implementation, "sdpa"
-        runs = {ours: _Run(model, cache, ours), stock: _Run(model, plain, stock)}
-        handle.statistics(reset=True)
-        for token, following in zip(ids[-tokens - 1 : -1], ids[-tokens:], strict=True):
-            for name, run in runs.items():
-                model.config._attn_implementation_internal = name
+        for module in model.modules():
+            slot = slot_of(module)
+            if slot is not None and slot.choice is not None:
+                attention: Any = module
+                layer: Any = indexed(caches[0], attention.layer_idx)
+                slot.layer, query = layer, prompt.queries[attention.layer_idx]
+                learn(slot, slot.choice, query, layer.keys, layer.values, None, attention.scaling, unasked=False)
+        ours = model.config._attn_implementation
+        fast, slow = _Run(model, caches[0], ours), _Run(model, caches[1], _STOCK)
+        for token, following in pairwise(prompt.following):
+            for run in (fast, slow):
                 run.step(token, following)
-            model.config._attn_implementation_internal = ours
-        read = handle.statistics().total.share_read
-
-    def typical(seconds: list[float]) -> float:
-        return statistics.median(seconds)
-
-    fast, slow = runs[ours], runs[stock]
-    return Decoding(
-        _method(spec), typical(slow.attention), typical(fast.attention), typical(slow.whole), typical(fast.whole),
-        statistics.fmean(slow.loss), statistics.fmean(fast.loss), read,
-    )  # fmt: skip
+        model.config._attn_implementation_internal = ours
+        share = handle.statistics().total.share_read
+    seconds = [statistics.median(x) for x in (slow.attention, fast.attention, slow.whole, fast.whole)]
+    return Decoding(_method(spec), *seconds, statistics.fmean(slow.loss), statistics.fmean(fast.loss), share)  # type: ignore[call-arg]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of the continuation")
     parser.add_argument("--documents", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--text", help="a text file with one document per line; default: Python help topics, joined")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        help="a text file with one document per line, or several files; default: Python help topics, joined",
+    )
     options = parser.parse_args(arguments)
     from sparing.tasks import smollm2
     from sparing.tasks.text import python_topics
@@ -135,16 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ids = cut(texts, lambda text: tokenizer(text)["input_ids"], options.context, options.documents)
     head = "| method | text | seed | attention | token | perplexity | exact | change | keys read |"
     sys.stdout.write(f"{head}\n|{'---|' * (head.count('|') - 1)}\n")
-    for spec in split_specs(options.methods) if options.methods else METHODS:
-        for number, text in enumerate(ids):
-            for seed in range(options.seeds):
-                row = decode(model, text, spec, tokens=options.tokens, seed=seed)
-                before, after = torch.tensor([row.exact_loss, row.loss], dtype=torch.float64).exp().tolist()
-                read = "-" if row.read is None else f"{row.read * options.context:.0f}"
+    specs = split_specs(options.methods) if options.methods else METHODS
+    for number, text in enumerate(ids):
+        prompt = read(model, text, options.tokens)
+        for spec in specs:
+            for seed in range(options.seeds if _method(spec).supports.stochastic else 1):
+                row = decode(model, prompt, spec, seed=seed)
+                before, after = math.exp(row.exact_loss), math.exp(row.loss)
+                share = "-" if row.read is None else f"{row.read * options.context:.0f}"
                 sys.stdout.write(
                     f"| `{row.method}` | {number} | {seed} | {row.exact_attention / row.attention:.1f}x "
                     f"| {row.exact_token / row.token:.2f}x | {after:.3f} | {before:.3f} | {after / before - 1:+.2%} "
-                    f"| {read} |\n"
+                    f"| {share} |\n"
                 )
                 sys.stdout.flush()
     return 0

@@ -99,10 +99,12 @@ def _swapped(model: Any, ids: Tensor, method: Method, seed: int, before: Tensor 
         return found, handle.statistics().total.keys_read
 
 
-def texts_of(path: str) -> list[str]:
-    """The documents of a text file, one per line."""
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line]
+def texts_of(paths: Sequence[str]) -> list[str]:
+    """The documents of one text file, one per line, or of several files, one each."""
+    found = [Path(path).read_text(encoding="utf-8") for path in paths]
+    if len(found) > 1:
+        return found
+    return [line.strip() for line in found[0].splitlines() if line.strip()]
 
 
 def cut(texts: Iterable[str], encode: Callable[[str], Sequence[int]], length: int, documents: int) -> Tensor:
@@ -127,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, help="tokens per document; default: 512 for minilm, 2048 for smollm2")
     parser.add_argument("--documents", type=int, help="default: 8 for minilm, 1 for smollm2")
     parser.add_argument("--seeds", type=int, default=1, help="of methods that draw random numbers")
-    parser.add_argument("--text", help="a text file with one document per line; default: Python help topics")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        help="a text file with one document per line, or several files; default: Python help topics",
+    )
     options = parser.parse_args(arguments)
     from sparing.tasks import minilm, smollm2
     from sparing.tasks.text import python_topics
