@@ -15,9 +15,10 @@ What each method is, and what it can do. This page is generated from the code; `
 **causal**: `is_causal=True` without a leak. **padding**: boolean masks `[B, 1, 1, n_k]`. **mask**: masks that differ
 by query (boolean, or any: additive too). **cross**: n_q != n_k; "rows mix" where a row depends on other queries too, so
 that the cross attention of a decoder would see later tokens. **gqa**: fewer key heads than query heads.
-**gradient**: for all inputs, for the values only, or none. **lse**: `inspect()` returns the log-sum-exp.
-**seeded**: the result depends on `seed`. **training-free**: meant for weights that were trained with softmax
-attention. An *oracle* needs the exact result: it shows what is possible at a budget and is not a product.
+**gradient**: for all inputs, for the values only, or none. **lse**: `inspect()` returns the log-sum-exp. **decode**:
+`sparing.Index` continues a cache. **seeded**: the result depends on `seed`. **training-free**: meant for weights that
+were trained with softmax attention. An *oracle* needs the exact result: it shows what is possible at a budget and is
+not a product.
 """
 
 
@@ -27,14 +28,28 @@ def _first_line(method: type[Method]) -> str:
 
 def capability_table() -> str:
     """One row per method, from what the classes declare."""
-    columns = ["method", "budget", "target", "causal", "padding", "mask", "cross", "gqa", "gradient", "lse", "seeded"]
-    lines = ["| " + " | ".join([*columns, "training-free"]) + " |", "|---" * 12 + "|"]
+    columns = [
+        "method",
+        "budget",
+        "target",
+        "causal",
+        "padding",
+        "mask",
+        "cross",
+        "gqa",
+        "gradient",
+        "lse",
+        "decode",
+        "seeded",
+    ]
+    lines = ["| " + " | ".join([*columns, "training-free"]) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, method in methods().items():
         can = method.supports
         parts = [
             f"`{name}`" + (" (oracle)" if method.oracle else ""), f"`{method.budget}`" if method.budget else "-",
             method.target, _yes(can.causal), _yes(can.key_padding), can.attn_mask or "-", _cross(can),
-            _yes(can.gqa), can.gradient or "-", _yes(can.lse), _yes(can.stochastic), _yes(can.training_free),
+            _yes(can.gqa), can.gradient or "-", _yes(can.lse), _yes(can.decode), _yes(can.stochastic),
+            _yes(can.training_free),
         ]  # fmt: skip
         lines.append("| " + " | ".join(parts) + " |")
     return "\n".join(lines)
