@@ -16,7 +16,7 @@ from sparing import compiled, native
 from sparing.call import Call
 from sparing.check import check_call, check_inputs
 from sparing.draws import Draws
-from sparing.method import Method, Projection, Unsupported
+from sparing.method import Method, Past, Projection, Unsupported
 from sparing.method import method as _method
 from sparing.quarantine import quarantine
 
@@ -102,15 +102,17 @@ def inspect(
     streams: Sequence[int] | None = None,
     state: nn.Module | None = None,
     brief: bool = False,
+    past: Past | None = None,
 ) -> Inspection:
     """`attention()` with what the method knows about its result: the log-sum-exp and its statistics.
 
     brief: only the facts that come for free; the call then costs what `attention()` does.
+    past: of a prompt, what its `Index` keeps, so that nothing is computed twice.
     """
     notes: dict[str, Tensor] = {}
     output = _run(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
-        state, notes, seed is None, brief,
+        state, notes, seed is None, brief, past,
     )  # fmt: skip
     return Inspection(output, notes.pop("lse", None), notes)
 
@@ -133,6 +135,7 @@ def _run(
     notes: dict[str, Tensor] | None,
     slot_keyed_dropout: bool,
     brief: bool = False,
+    past: Past | None = None,
 ) -> Tensor:
     chosen = _method(spec)
     inputs = check_inputs(
@@ -164,6 +167,7 @@ def _run(
             state=state,
             statistics=notes,
             brief=brief,
+            past=past,
         )
         chosen.check(q, k, call)
         shape = (*query.shape[:3], inputs.value_dim)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparing.draws import Draws
+from sparing.method import Past
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Call:
     dropout_p: float = 0.0
     slot_keyed_dropout: bool = False  #: each batch slot drops its own weights (calls without an explicit seed)
     state: nn.Module | None = None  #: the method's learned state, when a module owns one
+    past: Past | None = None  #: of the sequence whose first call this is; methods may leave there what they computed
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
     brief: bool = False  #: of the statistics, only those that come for free
 

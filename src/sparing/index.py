@@ -80,7 +80,7 @@ class Index:
             found = inspect(
                 query, key, value, None if keep is None else keep[:, None, None, :], is_causal=True, scale=self.scale,
                 enable_gqa=query.shape[1] != key.shape[1], method=self.method, seed=self.seed, streams=self.streams,
-                brief=True,
+                brief=True, past=self.begin(query, key, value),
             )  # fmt: skip
             self._learn(query, key, value, keep)
             self.statistics = found.statistics
@@ -102,6 +102,14 @@ class Index:
                 out, self.statistics = self._past.step(q, k, v, self._fresh(keep, query.shape[2]), self.length)
             self._seen(query, key, keep)
             return out.to(query.dtype)
+
+    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
+        """What a prompt like this leaves its computations to; None if the method keeps nothing."""
+        wide = query.dtype if query.dtype == torch.float64 else torch.float32
+        numbers = torch.tensor(self.streams or range(key.shape[1]), device=query.device)
+        draws = Draws(self.seed & (2**64 - 1), numbers.repeat_interleave(query.shape[1] // key.shape[1]))
+        self._past = self.method.past(query.detach().to(wide), key, value, draws, self._scale(query))
+        return self._past
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:
         """Learn from positions whose attention somebody else computed, such as an exact prompt."""
@@ -178,10 +186,8 @@ class Index:
     def _learn(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
         with torch.no_grad():
             wide = query.dtype if query.dtype == torch.float64 else torch.float32
-            if self.length == 0:
-                numbers = torch.tensor(self.streams or range(key.shape[1]), device=query.device)
-                draws = Draws(self.seed & (2**64 - 1), numbers.repeat_interleave(query.shape[1] // key.shape[1]))
-                self._past = self.method.past(query.to(wide), key, value, draws, self._scale(query))
+            if self.length == 0 and self._past is None:
+                self.begin(query, key, value)
             if self._past is not None:
                 self._past.learn(query.to(wide), key, value, self._fresh(keep, query.shape[2]), self.length)
             self._seen(query, key, keep)

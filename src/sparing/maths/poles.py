@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws
 from sparing.maths.clusters import Moments, Rows, factor, moments, rows_at, sample, spread_out
+from sparing.native.multipole import summaries
 
 FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
 NOTHING = 1e-9  # a variance of logits that is taken for rounding
@@ -189,6 +191,17 @@ def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
     spread = spread.squeeze(-1).nan_to_num(nan=0.0)  # huge keys overflow, and their logits are saturated
     spread = spread.masked_fill(spread < NOTHING, 0.0)
     return Poles(keys, values, offset, weight.squeeze(-1), shares, count, spread, scatter.squeeze(-1))
+
+
+def described(k: Tensor, v: Tensor, level: Level, scale: float) -> tuple[Tensor, ...]:
+    """Mean keys, weighted sums of the values, offset, weight, spread, scatter of clusters; weights of the keys."""
+    if native.ready(k):
+        mean, covariance = level.known.mean.to(k.dtype), level.known.covariance.to(k.dtype)
+        return summaries(k, v, level.labels, mean, covariance, level.clusters, scale, FAINTEST, NOTHING)
+    found = summarise(k, v, level, scale)
+    total = found.values * found.weight.unsqueeze(-1)
+    shares = found.shares.exp().masked_fill(level.labels < 0, 0.0)
+    return found.keys, total, found.offset, found.weight, found.spread, found.scatter, shares
 
 
 def _of_members(x: Tensor, slot: Tensor) -> Tensor:

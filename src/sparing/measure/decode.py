@@ -117,7 +117,7 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
 
     from sparing.transformers import approximate
     from sparing.transformers.cache import indexed
-    from sparing.transformers.decode import learn
+    from sparing.transformers.decode import start
     from sparing.transformers.slot import slot_of
 
     caches = [DynamicCache(), DynamicCache()]
@@ -131,7 +131,10 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
                 attention: Any = module
                 layer: Any = indexed(caches[0], attention.layer_idx)
                 slot.layer, query = layer, prompt.queries[attention.layer_idx]
-                learn(slot, slot.choice, query, layer.keys, layer.values, None, attention.scaling, unasked=False)
+                held = (query, layer.keys, layer.values)
+                begun = start(slot, slot.choice, *held, None, attention.scaling, unasked=False)
+                assert begun is not None
+                begun.learn(*held)
         ours = model.config._attn_implementation
         fast, slow = _Run(model, caches[0], ours), _Run(model, caches[1], _STOCK)
         for token, following in pairwise(prompt.following):

@@ -214,8 +214,11 @@ class Multipole(Method):
         k, v = _valid_first(k, v, call)
         plan = self.plan(q, k, call, native_cluster)
         before, after = self.sides(q.shape[2], k.shape[2], call.is_causal)
+        described = [poles.described(k, v, level, call.scale) for level in plan.levels]
+        if isinstance(call.past, MultipolePast):
+            call.past.ready = list(zip(plan.levels, described, strict=True))
         out, lse, error, read, summaries = native.multipole(
-            q, k, v, plan.seen, plan.own, *_laid_end_to_end(plan, k, v, call.scale), before, after, self.sinks,
+            q, k, v, plan.seen, plan.own, *_laid_end_to_end(plan, k, v, described), before, after, self.sinks,
             plan.block or 0, self.keys, self.order == 2, self.select == "mass", self.cap, self.tolerance, call.scale,
         )  # fmt: skip
         call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
@@ -277,7 +280,7 @@ def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _laid_end_to_end(
-    plan: Plan, k: Tensor, v: Tensor, scale: float
+    plan: Plan, k: Tensor, v: Tensor, described: list[tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor, Tensor]:
     """Mean and variance of the queries, summaries, labels and weights of all levels, and what the levels look like."""
     if not plan.levels:
@@ -286,15 +289,8 @@ def _laid_end_to_end(
         keys = k.new_zeros(0, batch, heads, n_k)
         sums = k.new_zeros(batch, heads, 0, v.shape[3])
         return rows, none, (rows, sums, none, none, none, none), keys.long(), keys, torch.zeros(0, 3, dtype=torch.long)
-    found = [
-        native.summaries(
-            k, v, level.labels, level.known.mean.to(k.dtype), level.known.covariance.to(k.dtype), level.clusters, scale,
-            poles.FAINTEST, poles.NOTHING,
-        )
-        for level in plan.levels
-    ]  # fmt: skip
-    summaries = tuple(torch.cat(parts, dim=2) for parts in zip(*(each[:6] for each in found), strict=True))
-    labels, shares = torch.stack([x.labels for x in plan.levels]), torch.stack([each[6] for each in found])
+    summaries = tuple(torch.cat(parts, dim=2) for parts in zip(*(each[:6] for each in described), strict=True))
+    labels, shares = torch.stack([x.labels for x in plan.levels]), torch.stack([each[6] for each in described])
     known, levels = plan.levels[0].known, torch.tensor([(x.size, x.clusters, x.chunks) for x in plan.levels])
     return known.mean.to(k.dtype), known.variance.to(k.dtype), summaries, labels, shares, levels
 

@@ -18,7 +18,7 @@ from sparing.draws import Draws
 from sparing.maths import poles
 from sparing.maths.clusters import Moments, Sums, cluster, native_cluster, sums
 from sparing.maths.poles import BLOCKS, Level, Plan, Poles
-from sparing.native.multipole import multipole_step, summaries
+from sparing.native.multipole import multipole_step
 
 if TYPE_CHECKING:
     from sparing.methods.multipole import Multipole
@@ -55,6 +55,8 @@ class MultipolePast:
         self.mean, self.variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
         self.spoiled = q.new_zeros(batch, heads, dtype=torch.bool)  # by a key or value that is infinite or NaN
         self.any_spoiled = False
+        # Levels of the prompt with what describes them, where somebody has them; used once.
+        self.ready: list[tuple[Level, tuple[Tensor, ...]]] = []
         some, small = q.new_zeros(batch, heads, 0), q.new_zeros(batch, heads, 0, dtype=torch.int32)
         # By cluster, (B, H, C, ...): its summary, and where its members are.
         self.poles: dict[str, Tensor] = {
@@ -160,6 +162,7 @@ class MultipolePast:
         """Take in new positions; what becomes complete is put into clusters."""
         for item, rows in enumerate(self._put(fresh, q, length)):
             self._learn(item, q[item, :, rows], k, v)
+        self.ready = []
 
     def _put(self, fresh: Tensor | None, q: Tensor, length: int) -> list[list[int]]:
         """The rows of each item that are no padding, and where their keys are."""
@@ -219,15 +222,19 @@ class MultipolePast:
         at, low, high = self._row(start * (BLOCKS if whole else 1)), start * size, end * size
         rank = torch.arange(low, high, device=k.device)
         place = rank if self.place is None else self.place[item, low:high]
-        k, v = (x[item, :, place].to(self.mean.dtype).repeat_interleave(self.groups, 0).unsqueeze(0) for x in (k, v))
-        self.spoiled[item] |= ~(k.isfinite().all(-1) & v.isfinite().all(-1)).all(-1)[0]
+        k, v = (x[item, :, place].to(self.mean.dtype).unsqueeze(0) for x in (k, v))
+        bad = ~(k.isfinite().flatten(2).all(-1) & v.isfinite().flatten(2).all(-1))[0]
+        self.spoiled[item] |= bad.repeat_interleave(self.groups)
         self.any_spoiled = bool(self.spoiled.any())
-        k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
-        cut = partial(native_cluster if native.ready(k) else cluster, steps=self.method.steps)
-        usable, many = (rank >= self.method.sinks).unsqueeze(0), torch.tensor([[wanted]], device=k.device)
-        purpose = poles.CHUNK if whole else poles.BLOCK
-        level = poles.cluster_chunks(k, usable, known, size, many, self.draws, purpose, cut, start)
-        *described, shares = _described(k, v, level, self.scale)
+        if self.ready:
+            level, (*described, shares) = self._of_prompt(item, start, end, whole)
+        else:
+            k, v = (x.nan_to_num(0.0, 0.0, 0.0).repeat_interleave(self.groups, 1) for x in (k, v))
+            cut = partial(native_cluster if native.ready(k) else cluster, steps=self.method.steps)
+            usable, many = (rank >= self.method.sinks).unsqueeze(0), torch.tensor([[wanted]], device=k.device)
+            purpose = poles.CHUNK if whole else poles.BLOCK
+            level = poles.cluster_chunks(k, usable, known, size, many, self.draws, purpose, cut, start)
+            *described, shares = poles.described(k, v, level, self.scale)
 
         # Ranks sorted by cluster, those outside all clusters last.
         total = level.chunks * level.clusters
@@ -248,6 +255,17 @@ class MultipolePast:
             slots[:, :, : level.clusters] = x[0].unflatten(1, (end - start, level.clusters))
         for name, y in (("labels", number), ("shares", shares), ("members", slot.argsort(dim=2, stable=True) + low)):
             self.ranks[name][item, :, low:high] = y[0]
+
+    def _of_prompt(self, item: int, start: int, end: int, whole: bool) -> tuple[Level, tuple[Tensor, ...]]:
+        """What was found for these chunks or blocks when the prompt's attention was computed."""
+        level, described = self.ready[1 if whole else 0]
+        ranks, rows = (slice(start * each, end * each) for each in (level.size, level.clusters))
+        labels = level.labels[item : item + 1, :, ranks]
+        labels = torch.where(labels < 0, -1, labels - start * level.clusters)
+        known = level.known.at(torch.arange(start, end, device=labels.device))
+        *summaries, shares = (x[item : item + 1] for x in described)
+        found = (*(x[:, :, rows] for x in summaries), shares[:, :, ranks])
+        return Level(level.size, level.clusters, labels, Moments(*(x[item : item + 1] for x in known))), found
 
     def _make_room(self, clusters: int, keys: int) -> None:
         for store, need in ((self.poles, clusters), (self.ranks, keys)):
@@ -288,14 +306,3 @@ class MultipolePast:
         for store in (self.poles, self.ranks):
             for name, x in store.items():
                 store[name] = x.index_select(0, items)
-
-
-def _described(k: Tensor, v: Tensor, level: Level, scale: float) -> tuple[Tensor, ...]:
-    """Mean keys, weighted sums of the values, offset, weight, spread, scatter of clusters; weights of the keys."""
-    if native.ready(k):
-        mean, covariance = level.known.mean.to(k.dtype), level.known.covariance.to(k.dtype)
-        return summaries(k, v, level.labels, mean, covariance, level.clusters, scale, poles.FAINTEST, poles.NOTHING)
-    found = poles.summarise(k, v, level, scale)
-    total = found.values * found.weight.unsqueeze(-1)
-    shares = found.shares.exp().masked_fill(level.labels < 0, 0.0)
-    return found.keys, total, found.offset, found.weight, found.spread, found.scatter, shares

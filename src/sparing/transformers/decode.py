@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sparing.index import Index
+from sparing.method import Past
 from sparing.transformers.cache import IndexedLayer, indexed
 from sparing.transformers.slot import Choice, Slot, slot_of
 
@@ -33,26 +35,41 @@ def look_ahead(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     slot.orphan = None
 
 
-def learn(
+def start(
     slot: Slot, choice: Choice, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *,
     unasked: bool,
-) -> None:  # fmt: skip
-    """Start the index of a prompt, beside its cache.
+) -> Start | None:  # fmt: skip
+    """The index of a prompt, beside its cache, where there can be one; `Start.learn` fills it.
 
     unasked: `look_ahead` was not there yet, so that the index has to wait until the cache is known.
     """
     layer = _claim(slot, key, value)
     if (layer is None and not unasked) or query.shape[2] != key.shape[2] or not _possible(query, key, value):
-        return
+        return None
     known, keep = padding(mask, query.shape[2], key.shape[2])
     if not known:
-        return
+        return None
     index = Index(choice.method, seed=choice.seed, scale=scale, streams=choice.streams(key.shape[1]))
-    index.append(query, key, value, keep)
-    if layer is not None:
-        layer.give(index)
-    else:
-        slot.orphan = (weakref.ref(key), index)
+    return Start(slot, layer, index, keep, index.begin(query, key, value))
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """An index that is about to learn a prompt."""
+
+    slot: Slot
+    layer: IndexedLayer | None
+    index: Index
+    keep: Tensor | None
+    past: Past | None  #: where the prompt's attention may leave what it computed
+
+    def learn(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take in the prompt, and stay beside the cache."""
+        self.index.append(query, key, value, self.keep)
+        if self.layer is not None:
+            self.layer.give(self.index)
+        else:
+            self.slot.orphan = (weakref.ref(key), self.index)
 
 
 def decode(

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparing.method import Projection, Unsupported
 from sparing.transformers.adapters import misreads_masks
-from sparing.transformers.decode import decode, learn
+from sparing.transformers.decode import decode, start
 from sparing.transformers.deferred import Deferred
 from sparing.transformers.masks import biased
 from sparing.transformers.resolve import resolve
@@ -89,6 +89,9 @@ def attention_function(
     elif choice is not None and not tracing and (exact or continues or choice.when == "decode"):
         choice.tally.exact_calls += 1
 
+    begun = None
+    if choice is not None and follows and not continues and choice.decodes:
+        begun = start(slot, choice, query, key, given, attention_mask, scaling, unasked=found is None)  # type: ignore[arg-type]
     if choice is None or exact or continues or choice.when == "decode":
         whole = given.project(key.shape[1]) if isinstance(given, Projection) else given
         mask = _square(attention_mask, n_k) if attention_mask is not None and small else attention_mask
@@ -106,10 +109,13 @@ def attention_function(
             mask = mask[:, None, None, :]
         if position_bias is not None:
             mask = biased(position_bias, mask)
-        out = serve(slot, choice, query, keys, values, mask, is_causal=causal, scale=scaling, dropout=dropout)
+        out = serve(
+            slot, choice, query, keys, values, mask, is_causal=causal, scale=scaling, dropout=dropout,
+            past=None if begun is None else begun.past,
+        )  # fmt: skip
         out = out.transpose(1, 2).contiguous()
-    if choice is not None and follows and not continues and choice.decodes:
-        learn(slot, choice, query, key, given, attention_mask, scaling, unasked=found is None)  # type: ignore[arg-type]
+    if begun is not None:
+        begun.learn(query, key, given)  # type: ignore[arg-type]
     return out, None
 
 

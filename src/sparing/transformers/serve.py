@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.attention import attention, inspect
-from sparing.method import Projection, Unsupported
+from sparing.method import Past, Projection, Unsupported
 from sparing.transformers.slot import Choice, Slot
 
 
@@ -23,6 +23,7 @@ def serve(
     is_causal: bool,
     scale: float | None,
     dropout: float,
+    past: Past | None = None,
 ) -> Tensor:
     """query [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a Projection -> [B, H, n_q, e]."""
     refuse_dropout(slot, choice, dropout)
@@ -37,7 +38,7 @@ def serve(
     try:
         if torch.compiler.is_compiling():  # a graph keeps no tally
             return attention(query, key, value, **call)
-        found = inspect(query, key, value, brief=True, **call)
+        found = inspect(query, key, value, brief=True, past=past, **call)
     except Unsupported as error:
         local = f" (the layer attends within {slot.window} tokens; shorter inputs need no mask)" if slot.window else ""
         raise Unsupported(f"{slot.name}: {error}{local}") from error
