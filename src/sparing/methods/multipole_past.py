@@ -191,14 +191,18 @@ class MultipolePast:
         whole = q.shape[1] // block
         done, rest = q[None, :, : whole * block], q[:, whole * block :]
         self.pending[item, :, : rest.shape[1]] = rest
-        counts = torch.arange(whole * block, device=q.device) >= self.lost[item]
-        more = sums(done, counts[None], block)
-        first, second = self.first[item, :, None] + more.first, self.second[item, :, None] + more.second
-        found = Sums(self.told[item] + more.total, first, second)
-        known = found.moments
+        if self.ready:
+            known = self.ready[0][0].known.at(torch.arange(whole, device=q.device))
+            known = Moments(*(x[item : item + 1] for x in known))
+        else:
+            counts = torch.arange(whole * block, device=q.device) >= self.lost[item]
+            more = sums(done, counts[None], block)
+            first, second = self.first[item, :, None] + more.first, self.second[item, :, None] + more.second
+            known = Sums(self.told[item] + more.total, first, second).moments
         self.told[item] += whole * block - self.lost[item]
         self.lost[item] = 0
-        self.first[item], self.second[item] = found.first[0, :, -1], found.second[0, :, -1]
+        total = self.told[item]
+        self.first[item], self.second[item] = known.mean[0, :, -1] * total, known.second[0, :, -1] * total
         self.mean[item], self.variance[item] = known.mean[0, :, -1], known.variance[0, :, -1]
 
         before, after = n // block, n // block + whole  # complete blocks
