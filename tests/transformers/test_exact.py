@@ -81,15 +81,19 @@ def test_real_weights_of_minilm(minilm):
 @pytest.mark.parametrize("spec", ["exact", "top_keys(keys=1000)"])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_is_the_stock_model(name, spec, cache):
-    """Left padding, a growing or a static cache: the prompt through the method, the rest by exact attention."""
+    """Left padding, a growing or a static cache: the prompt through the method, and the rest, where the cache allows."""
     model, given = build(name), inputs(name)
     given = {key: value for key, value in given.items() if key != "position_ids"}
     asked = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
     before = model.generate(**given, **asked)
     with sparing.approximate(model, spec) as handle:
         after = model.generate(**given, **asked)
-        assert ("exact attention" in repr(handle)) == (spec != "exact")
+        layers = handle.statistics().layers
+        assert ("prompts and tokens that continue a cache (decoding) run as above" in repr(handle)) == (spec != "exact")
     assert torch.equal(before, after)
+    # Six tokens: a prompt and five steps, which a budget of all keys makes exact, and which a static cache leaves so.
+    counts = {(layer.calls, layer.exact_calls, layer.covered) for layer in layers}
+    assert counts == {(0, 6, 0) if spec == "exact" else (1, 0, 6) if cache is None else (1, 5, 1)}
 
 
 def test_a_prompt_that_continues_a_cache_runs_exact():

@@ -132,6 +132,10 @@ def test_repr_says_what_runs_and_why_the_rest_does_not():
     handle.restore()
     assert "restored" in repr(handle)
     with sparing.approximate(build("llama"), "window(size=4)") as handle:
+        assert "prompts and tokens that continue a cache (decoding) run as above" in repr(handle)
+    with sparing.approximate(build("llama"), "window(size=4)", when="decode") as handle:
+        assert "prompts run exact attention; tokens that continue a cache (decoding) run as above" in repr(handle)
+    with sparing.approximate(build("llama"), "lsh") as handle:  # cannot continue a cache
         assert "tokens that continue a cache (decoding) run exact attention" in repr(handle)
 
 

@@ -99,10 +99,10 @@ def test_calls_are_counted_and_can_start_again():
         model.generate(**given, max_new_tokens=5, do_sample=False)
         kept = handle.statistics(reset=True)
         (layer,) = kept.layers
-        assert (layer.calls, layer.exact_calls) == (1, 4)
+        assert (layer.calls, layer.steps, layer.exact_calls) == (1, 4, 0)
         assert layer.rate is layer.paper_reduction is None
         (layer,) = handle.statistics().layers
-        assert (layer.calls, layer.exact_calls) == (0, 0)
+        assert (layer.calls, layer.steps, layer.exact_calls) == (0, 0, 0)
         run(model, given)
         assert handle.statistics().layers[0].calls == 1
         assert kept.layers[0].calls == 1, "what was returned does not change"
@@ -123,7 +123,7 @@ def test_it_prints_a_table():
     with sparing.approximate(model, "monte_carlo(alpha=0.5)") as handle:
         run(model, inputs("bert"))
         lines = str(handle.statistics()).splitlines()
-    assert lines[0].split()[:4] == ["layer", "method", "calls", "exact"]
+    assert lines[0].split()[:4] == ["layer", "method", "calls", "steps"]
     assert [line.split()[0] for line in lines[1:]] == [
         "encoder.layer.0.attention.self",
         "encoder.layer.1.attention.self",
