@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sparing.attention import inspect
+from sparing.call import Call
 from sparing.draws import Draws
 from sparing.method import Method, Past, Unsupported, methods
 from sparing.method import method as _method
+from sparing.quarantine import is_tame, quarantine
 
 
 class Index:
@@ -61,8 +64,10 @@ class Index:
         self.length = 0
         self.statistics: dict[str, Tensor] = {}
         self._batch = 0
+        self._kind: tuple[object, ...] | None = None
         self._keep: Tensor | None = None  # (B, length) which keys are valid; None: all
         self._past: Past | None = None
+        self._odd = False  # whether a key or value was infinite, NaN or very large, be it padding
 
     @property
     def batch(self) -> int:
@@ -87,28 +92,23 @@ class Index:
             return found.output
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
-        with torch.no_grad():
+        with torch.no_grad(), _in_full(query):
+            q, k, v, spoiled = self._clean(query, key, value, keep)
             if self.method.covers(key.shape[2]):
-                out = self._exact(query, key, value, keep)
-                self._learn(query, key, value, keep)
-                self.statistics = {}
-                return out
-            narrow = query.dtype in (torch.float16, torch.bfloat16)
-            q = query.float() if narrow else query
-            if self._past is None:
-                out, self.statistics = self.method.step(q, key, value, keep, self._scale(query))
+                out, self.statistics = self._exact(q, k, v, keep), {}
+                self._take_in(q, k, v, keep)
+            elif self._past is None:
+                out, self.statistics = self.method.step(_wide(q), k, v, keep, self._scale(query))
             else:
-                k, v = key.to(q.dtype), value.to(q.dtype)
-                out, self.statistics = self._past.step(q, k, v, self._fresh(keep, query.shape[2]), self.length)
-            self._seen(query, key, keep)
-            return out.to(query.dtype)
+                fresh = self._fresh(keep, query.shape[2])
+                out, self.statistics = self._past.step(_wide(q), _wide(k), _wide(v), fresh, self.length)
+            self._seen(query, key, value, keep)
+            out = out.to(query.dtype)
+            return out if spoiled is None else out.masked_fill(spoiled, torch.nan)
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
         """What a prompt like this leaves its computations to; None if the method keeps nothing."""
-        wide = query.dtype if query.dtype == torch.float64 else torch.float32
-        numbers = torch.tensor(self.streams or range(key.shape[1]), device=query.device)
-        draws = Draws(self.seed & (2**64 - 1), numbers.repeat_interleave(query.shape[1] // key.shape[1]))
-        self._past = self.method.past(query.detach().to(wide), key, value, draws, self._scale(query))
+        self._past = self.method.past(_wide(query.detach()), key, value, self._draws(query, key), self._scale(query))
         return self._past
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:
@@ -119,12 +119,19 @@ class Index:
         """Forget the positions from `length` on; key and value as they are afterwards."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length={length} must be from 0 to {self.length}, the positions that the index knows")
+        if length < self.length and not key.shape[2] == value.shape[2] == length:
+            raise ValueError(
+                f"key has {key.shape[2]} positions and value {value.shape[2]}; crop(length={length}) takes them as "
+                "they are afterwards"
+            )
         if length == 0:
             self.reset()
         elif length < self.length:
             if self._past is not None:
-                with torch.no_grad():
-                    self._past.crop(length, key, value)
+                with torch.no_grad(), _in_full(key):
+                    keep = None if self._keep is None else self._keep[:, :length]
+                    _, k, v, _ = self._clean(key[:, :, -1:], key, value, keep)
+                    self._past.crop(length, k, v)
             self._keep = None if self._keep is None else self._keep[:, :length]
             self.length = length
 
@@ -150,6 +157,10 @@ class Index:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.ndim != 4:
                 raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
+        if len({x.dtype for x in (query, key, value)}) > 1 or not query.is_floating_point():
+            raise ValueError(
+                f"query {query.dtype}, key {key.dtype} and value {value.dtype} must be of one type, a floating one"
+            )
         batch, _, n_q, _ = query.shape
         n = key.shape[2]
         if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != query.shape[3]:
@@ -162,6 +173,13 @@ class Index:
             raise ValueError(
                 f"query: a batch of {batch}, but the index follows {self._batch}; call select() or reset()"
             )
+        if self._kind not in (None, (kind := _kind(query, key, value))):
+            raise ValueError(
+                "query, key and value: heads, sizes and type are "
+                f"{kind}, but the index follows {self._kind}; call reset() to start another sequence"
+            )
+        if n_q == 0:
+            raise ValueError("query brings 0 positions; it must bring at least one")
         if n != self.length + n_q:
             what = "shrank; call crop() first" if n < self.length + n_q else "holds keys whose queries it never saw"
             raise ValueError(
@@ -184,16 +202,46 @@ class Index:
         return None if keep is None else keep[:, -n_q:]
 
     def _learn(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
-        with torch.no_grad():
-            wide = query.dtype if query.dtype == torch.float64 else torch.float32
+        with torch.no_grad(), _in_full(query):
+            q, k, v, _ = self._clean(query, key, value, keep)
             if self.length == 0 and self._past is None:
-                self.begin(query, key, value)
-            if self._past is not None:
-                self._past.learn(query.to(wide), key, value, self._fresh(keep, query.shape[2]), self.length)
-            self._seen(query, key, keep)
+                self.begin(q, k, v)
+            self._take_in(q, k, v, keep)
+            self._seen(query, key, value, keep)
 
-    def _seen(self, query: Tensor, key: Tensor, keep: Tensor | None) -> None:
-        self.length, self._batch = key.shape[2], query.shape[0]
+    def _take_in(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> None:
+        if self._past is not None:
+            self._past.learn(_wide(q), k, v, self._fresh(keep, q.shape[2]), self.length)
+
+    def _draws(self, query: Tensor, key: Tensor) -> Draws:
+        numbers = torch.tensor(self.streams or range(key.shape[1]), device=query.device)
+        return Draws(self.seed & (2**64 - 1), numbers.repeat_interleave(query.shape[1] // key.shape[1]))
+
+    def _clean(
+        self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `sparing.attention` quarantines what is infinite, NaN or very large; the entries of the rows it spoils.
+
+        Only what is new is looked at; once a key or value was odd, each call reads all of them.
+        """
+        new = (key[:, :, self.length :], value[:, :, self.length :])
+        self._odd = self._odd or not all(is_tame(x) for x in new)
+        if not self._odd and is_tame(query):
+            return query, key, value, None
+        n, q, k, v = query.shape[2], _wide(query), _wide(key), _wide(value)
+        call = Call(
+            scale=self._scale(query), is_causal=True, keep=keep, influence=keep, mask=None,
+            draws=self._draws(query, key), groups=query.shape[1] // key.shape[1],
+        )  # fmt: skip
+        whole = quarantine(pad(q, (0, 0, key.shape[2] - n, 0)), k, v, self.method, call)
+        spoiled = None if whole.spoiled is None else whole.spoiled.expand(-1, -1, key.shape[2], -1)[:, :, -n:]
+        if spoiled is not None and keep is not None:
+            spoiled = spoiled & keep[:, None, -n:, None]
+        assert isinstance(whole.v, Tensor)
+        return whole.q[:, :, -n:].to(query.dtype), whole.k, whole.v, spoiled
+
+    def _seen(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
+        self.length, self._batch, self._kind = key.shape[2], query.shape[0], _kind(query, key, value)
         self._keep = None if keep is None else keep.clone()
 
     def _exact(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
@@ -207,3 +255,18 @@ class Index:
         )
         rows = self._fresh(keep, n_q)
         return out if rows is None else out.masked_fill(~rows[:, None, :, None], 0.0)
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
+    """What may not change while a sequence grows."""
+    return query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype, query.device
+
+
+def _in_full(x: Tensor) -> AbstractContextManager[object]:
+    """No autocast inside; entering that takes as long as a small kernel, so only where there is one."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

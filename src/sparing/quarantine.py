@@ -33,7 +33,7 @@ def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, cal
         k = k.masked_fill(padded[:, None, :, None], 0.0)
         payload = payload.masked_fill(padded.view(padded.shape[0], *[1] * (payload.ndim - 3), -1, 1), 0.0)
     spoiled = None
-    limit = torch.finfo(q.dtype).max ** 0.5 / 1e7  # products times a scale of up to 1e8 stay finite
+    limit = _limit(q.dtype)
     if not all(_largest(t) <= limit for t in (q, k, payload)):
         bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
         bad_v = ~payload.isfinite()
@@ -43,6 +43,19 @@ def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, cal
         payload = payload.masked_fill(bad_v, 0.0)
     cleaned = v._replace(x=payload) if isinstance(v, Projection) else payload
     return Clean(q, k, cleaned, spoiled)
+
+
+def is_tame(tensor: Tensor) -> bool:
+    """Whether surely no entry is infinite, NaN or so large that it would be shrunk; cheap for few entries.
+
+    16-bit types are computed in float32.
+    """
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(tensor, dtype=wide)) <= _limit(wide)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max ** 0.5 / 1e7  # products times a scale of up to 1e8 stay finite
 
 
 def _largest(tensor: Tensor) -> float:

@@ -53,8 +53,6 @@ class MultipolePast:
         )
         self.pending = q.new_zeros(batch, heads, self.block, d)  # queries of the block that is not complete
         self.mean, self.variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
-        self.spoiled = q.new_zeros(batch, heads, dtype=torch.bool)  # by a key or value that is infinite or NaN
-        self.any_spoiled = False
         # Levels of the prompt with what describes them, where somebody has them; used once.
         self.ready: list[tuple[Level, tuple[Tensor, ...]]] = []
         some, small = q.new_zeros(batch, heads, 0), q.new_zeros(batch, heads, 0, dtype=torch.int32)
@@ -93,8 +91,6 @@ class MultipolePast:
                 parts = [self._several(item, rows, q, k, v) for item, rows in enumerate(new)]
                 found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
         out, lse, error, read, spared = found
-        if self.any_spoiled:
-            out = out.masked_fill(self.spoiled[:, :, None, None], torch.nan)
         return out, {"lse": lse, "error": error, "touched": read + spared, "exact": spared == 0}
 
     def _several(self, item: int, rows: list[int], q: Tensor, k: Tensor, v: Tensor) -> Found:
@@ -187,7 +183,7 @@ class MultipolePast:
         if kept + q.shape[1] < block:
             self.pending[item, :, kept : kept + q.shape[1]] = q
             return
-        q = torch.cat([self.pending[item, :, :kept], q], dim=1).nan_to_num(0.0, 0.0, 0.0)
+        q = torch.cat([self.pending[item, :, :kept], q], dim=1)
         whole = q.shape[1] // block
         done, rest = q[None, :, : whole * block], q[:, whole * block :]
         self.pending[item, :, : rest.shape[1]] = rest
@@ -226,14 +222,10 @@ class MultipolePast:
         at, low, high = self._row(start * (BLOCKS if whole else 1)), start * size, end * size
         rank = torch.arange(low, high, device=k.device)
         place = rank if self.place is None else self.place[item, low:high]
-        k, v = (x[item, :, place].to(self.mean.dtype).unsqueeze(0) for x in (k, v))
-        bad = ~(k.isfinite().flatten(2).all(-1) & v.isfinite().flatten(2).all(-1))[0]
-        self.spoiled[item] |= bad.repeat_interleave(self.groups)
-        self.any_spoiled = bool(self.spoiled.any())
         if self.ready:
             level, (*described, shares) = self._of_prompt(item, start, end, whole)
         else:
-            k, v = (x.nan_to_num(0.0, 0.0, 0.0).repeat_interleave(self.groups, 1) for x in (k, v))
+            k, v = (x[item, :, place].to(self.mean.dtype).repeat_interleave(self.groups, 0)[None] for x in (k, v))
             cut = partial(native_cluster if native.ready(k) else cluster, steps=self.method.steps)
             usable, many = (rank >= self.method.sinks).unsqueeze(0), torch.tensor([[wanted]], device=k.device)
             purpose = poles.CHUNK if whole else poles.BLOCK
@@ -304,7 +296,7 @@ class MultipolePast:
         chosen = items.tolist()
         for name in ("counts", "visible", "told", "lost"):
             setattr(self, name, [getattr(self, name)[i] for i in chosen])
-        for name in ("first", "second", "pending", "mean", "variance", "spoiled"):
+        for name in ("first", "second", "pending", "mean", "variance"):
             setattr(self, name, getattr(self, name).index_select(0, items))
         self.place = None if self.place is None else self.place.index_select(0, items)
         for store in (self.poles, self.ranks):
