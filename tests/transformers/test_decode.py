@@ -1,0 +1,494 @@
+"""`generate` with an index beside the cache."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+
+import sparing
+from sparing.transformers.cache import IndexedLayer
+
+from zoo import TOKENS, build, tokens
+
+SMALL = "multipole(clusters=4, keys=6, window=4, sinks=1, chunk=16)"
+COVERING = ["multipole(keys=1000, chunk=16)", "window(size=1000)", "top_keys(keys=1000)"]
+MODELS = ["llama", "gpt2"]
+NEW = 20
+
+
+def prompt(length=40, batch=2, padded=True):
+    ids = tokens(length, batch)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :7] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, given=None, **options):
+    torch.manual_seed(0)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **options}
+    return model.generate(**(given or prompt()), pad_token_id=0, **options)
+
+
+@torch.no_grad()
+def feed(model, ids, cache, **options):
+    """The logits of tokens that continue the cache."""
+    return model(ids, past_key_values=cache, use_cache=True, **options).logits
+
+
+def crop(cache, length):
+    """To so many tokens: older versions of transformers take a length, later ones how many to remove."""
+    removes = Version(transformers.__version__) >= Version("5.13")
+    have = cache.get_seq_length()
+    try:
+        cache.crop(length - have)
+    except ValueError:
+        cache.crop(length)
+    assert cache.get_seq_length() == length, removes
+
+
+def indices(cache):
+    return [getattr(layer, "index", None) for layer in cache.layers]
+
+
+WAYS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 10},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "looked up": {"prompt_lookup_num_tokens": 3, "one": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_of_everything_generates_the_same_tokens(name, way):
+    model, options = build(name), dict(WAYS[way])
+    given = prompt(batch=1, padded=False) if options.pop("one", False) else prompt()
+    wanted = generate(model, given, **options)
+    for spec in COVERING if way == "greedy" else COVERING[:1]:
+        for when in ("always", "decode"):
+            with sparing.approximate(model, spec, when=when) as handle:
+                assert torch.equal(generate(model, given, **options), wanted)
+                for layer in handle.statistics().layers:
+                    assert layer.steps == 0
+                    assert layer.covered >= (NEW - 1 if way in ("greedy", "sampled") else 1)
+    assert torch.equal(generate(model, given, **options), wanted)
+
+
+def test_an_encoder_decoder_decodes_too():
+    from zoo import ENCODER_DECODER
+
+    torch.manual_seed(0)
+    config = transformers.BartConfig(**TOKENS, **ENCODER_DECODER, forced_eos_token_id=None)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    wanted = generate(model)
+    with sparing.approximate(model, "top_keys(keys=1000)", layers="model.decoder.layers.*.self_attn") as handle:
+        assert torch.equal(generate(model), wanted)
+        assert handle.statistics().layers[0].covered > 0
+    with sparing.approximate(model, "window(size=2)", layers="model.decoder.layers.*.self_attn") as handle:
+        generate(model)
+        assert handle.statistics().layers[0].steps > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spec", [SMALL, "window(size=6, sinks=1)", "top_keys(keys=3)"])
+def test_decoding_is_a_call_without_a_cache(name, spec):
+    """C17 through a model: the logits of the tokens that continue a cache are those of the whole text, padding too."""
+    model = build(name).double()
+    given, ids = prompt(50), tokens(80)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with sparing.approximate(model, spec), torch.no_grad():
+        wanted = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        cache, found = DynamicCache(config=model.config), []
+        for a, b in [(0, 50), (50, 51), (51, 60), *((i, i + 1) for i in range(60, 80))]:
+            options = {"attention_mask": mask[:, :b], "position_ids": positions[:, a:b]}
+            found.append(feed(model, ids[:, a:b], cache, **options))
+        torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], wanted[mask.bool()], rtol=0, atol=1e-9)
+    exact = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert float((exact - wanted)[mask.bool()].abs().max()) > 1e-3, "the budget is small enough to be seen"
+    assert given["input_ids"].shape == (2, 50)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_when(name):
+    model, ids = build(name).double(), tokens(60)
+    logits = {}
+    for when in (None, "always", "prefill", "decode", "never"):
+        cache = DynamicCache(config=model.config)
+        if when == "never":
+            logits[when] = [feed(model, ids[:, :50], cache), feed(model, ids[:, 50:51], cache)]
+            continue
+        with sparing.approximate(model, SMALL, when=when) as handle:
+            logits[when] = [feed(model, ids[:, :50], cache), feed(model, ids[:, 50:51], cache)]
+            layer = handle.statistics().layers[0]
+        counts = {"prefill": (1, 0, 1), "decode": (0, 1, 1)}.get(when, (1, 1, 0))
+        assert (layer.calls, layer.steps, layer.exact_calls) == counts
+    assert all(torch.equal(a, b) for a, b in zip(logits[None], logits["always"]))
+    torch.testing.assert_close(logits["decode"][0], logits["never"][0])
+    assert torch.equal(logits["prefill"][0], logits["always"][0])
+    for a, b, row in (("prefill", "never", 0), ("decode", "never", 1), ("prefill", "always", 1)):
+        assert not torch.allclose(logits[a][row], logits[b][row], atol=1e-4), (a, b, row)
+    with pytest.raises(ValueError, match=r"when='sometimes' is not one of 'always', 'prefill', 'decode'"):
+        sparing.approximate(model, SMALL, when="sometimes")
+    with pytest.raises(sparing.Unsupported, match=r"when='decode', but nystrom cannot continue a cache"):
+        sparing.approximate(model, "nystrom", when="decode")
+    with pytest.raises(sparing.Unsupported, match=r"when='decode', but the layer never continues a cache"):
+        sparing.approximate(build("bert"), "window(size=4)", when="decode")
+
+
+def test_recipes_and_configs_keep_when(tmp_path):
+    model = build("llama")
+    with sparing.approximate(model, SMALL, when="decode") as handle:
+        wanted = generate(model)
+        handle.recipe.save(tmp_path / "recipe.json")
+        model.save_pretrained(tmp_path / "model")
+    assert sparing.Recipe.load(tmp_path / "recipe.json").when == "decode"
+    with sparing.approximate(model, tmp_path / "recipe.json") as handle:
+        assert torch.equal(generate(model), wanted)
+        assert handle.statistics().layers[0].calls == 0
+    with sparing.approximate(model, tmp_path / "recipe.json", when="prefill") as handle:
+        generate(model)
+        assert handle.statistics().layers[0].steps == 0
+    assert AutoConfig.from_pretrained(tmp_path / "model").sparing["when"] == "decode"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with sparing.approximate(loaded):
+        assert torch.equal(generate(loaded), wanted)
+    with pytest.raises(ValueError, match=r"recipe: when='often' is not one of"):
+        sparing.Recipe({"*": SMALL}, when="often")
+
+
+@pytest.mark.parametrize("when", ["always", "decode"])
+def test_by_name_the_first_generation_decodes_too(tmp_path, when):
+    model = build("llama")
+    with sparing.approximate(model, SMALL, when=when):
+        wanted = generate(model)
+        model.save_pretrained(tmp_path)
+    assert not torch.equal(generate(model), wanted), "the budget is small enough to be seen"
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sparing").eval()
+    for _ in range(2):
+        assert torch.equal(generate(loaded), wanted)
+
+
+def test_a_generous_budget_is_close_and_a_small_one_is_not():
+    model, ids = build("llama"), tokens(120, 1)
+    errors = []
+    for spec in (
+        "exact",
+        "multipole(clusters=8, keys=64, window=16, chunk=32)",
+        "multipole(clusters=1, keys=0, window=0, sinks=0, chunk=16)",
+    ):
+        cache = DynamicCache(config=model.config)
+        with sparing.approximate(model, spec, when=None if spec == "exact" else "decode"):
+            feed(model, ids[:, :100], cache)
+            found = torch.cat([feed(model, ids[:, i : i + 1], cache) for i in range(100, 120)], 1)
+        errors.append(found)
+    exact, generous, small = errors
+    assert float((generous - exact).norm() / exact.norm()) < 0.25 * float((small - exact).norm() / exact.norm())
+    assert not torch.equal(generous, exact)
+
+
+def started(model, length=50, **options):
+    """A cache of a prompt and three tokens, decoded."""
+    ids = tokens(80)
+    cache = DynamicCache(config=model.config)
+    feed(model, ids[:, :length], cache)
+    for i in range(length, length + 3):
+        feed(model, ids[:, i : i + 1], cache)
+    assert all(index is not None and index.length == length + 3 for index in indices(cache))
+    return cache, ids
+
+
+def test_crop_goes_on_with_fewer_tokens():
+    """Within the block of 4 tokens bit for bit; deeper ones give a cache that goes on decoding."""
+    model = build("llama").double()
+    with sparing.approximate(model, SMALL) as handle:
+        cache, ids = started(model, 48)
+        wrong = copy.deepcopy(cache)
+        crop(cache, 49)
+        right = [feed(model, ids[:, i : i + 1], cache) for i in range(49, 60)]
+        fresh = DynamicCache(config=model.config)
+        feed(model, ids[:, :48], fresh)
+        wanted = [feed(model, ids[:, i : i + 1], fresh) for i in range(48, 60)][1:]
+        assert all(torch.equal(a, b) for a, b in zip(right, wanted, strict=True))
+        crop(wrong, 30)
+        handle.statistics(reset=True)
+        for i in range(30, 60):
+            feed(model, ids[:, i : i + 1], wrong)
+        assert handle.statistics().layers[0].steps == 30
+        assert handle.statistics().layers[0].exact_calls == 0
+
+
+def test_beams_are_what_each_is_alone():
+    model = build("llama").double()
+    with sparing.approximate(model, SMALL):
+        cache, _ = started(model)
+        order, more = torch.tensor([1, 1]), tokens(9)
+        cache.reorder_cache(order)
+        together = torch.cat([feed(model, more[:, i : i + 1], cache) for i in range(9)], 1)
+        for beam in range(2):
+            cache, ids = started(model)
+            cache.batch_select_indices(torch.tensor([1]))
+            rows = more[beam : beam + 1]
+            alone = torch.cat([feed(model, rows[:, i : i + 1], cache) for i in range(9)], 1)
+            torch.testing.assert_close(together[beam : beam + 1], alone, rtol=0, atol=1e-9)
+        cache, ids = started(model)
+        cache.batch_repeat_interleave(2)
+        repeated = feed(model, ids[:, 53:54].repeat_interleave(2, 0), cache)
+        assert torch.equal(repeated[0], repeated[1])
+        cache, ids = started(model)
+        torch.testing.assert_close(repeated[::2], feed(model, ids[:, 53:54], cache), rtol=0, atol=1e-9)
+
+
+EDITS = {
+    "keys": lambda layer: layer.keys[..., 3, :].zero_(),
+    "values": lambda layer: layer.values.mul_(1.0),
+    "keys, whole": lambda layer: setattr(layer, "keys", layer.keys.clone()),
+    "values, shorter": lambda layer: setattr(layer, "values", layer.values[..., :-1, :]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_cache_edited_behind_the_index_is_an_error(edit):
+    model = build("llama")
+    with sparing.approximate(model, SMALL):
+        for use in (
+            lambda cache, ids: feed(model, ids[:, 53:54], cache),
+            lambda cache, ids: crop(cache, 51),
+            lambda cache, ids: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda cache, ids: copy.deepcopy(cache),
+        ):
+            cache, ids = started(model)
+            EDITS[edit](cache.layers[1])
+            with pytest.raises(
+                RuntimeError, match=rf"the {edit.split(',')[0]} of a layer were changed behind sparing's"
+            ):
+                use(cache, ids)
+
+
+def test_the_way_out_of_an_edited_cache():
+    """The message's own words: without its index a layer goes on exactly."""
+    model = build("llama")
+    with sparing.approximate(model, SMALL) as handle:
+        cache, ids = started(model)
+        cache.layers[0].keys.mul_(1.5)
+        plain = DynamicCache(config=model.config)
+        for layer, held in enumerate(cache.layers):
+            plain.update(held.keys.clone(), held.values.clone(), layer)
+        for layer in cache.layers:
+            layer.index = None
+        handle.statistics(reset=True)
+        found = feed(model, ids[:, 53:54], cache)
+        assert handle.statistics().layers[0].exact_calls == 1
+    torch.testing.assert_close(found, feed(model, ids[:, 53:54], plain), rtol=0, atol=1e-5)
+
+
+def test_copies_and_pickles_go_on():
+    model = build("llama")
+    with sparing.approximate(model, SMALL) as handle:
+        cache, ids = started(model)
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+        handle.statistics(reset=True)
+        outs = [[feed(model, ids[:, i : i + 1], each) for i in range(53, 66)] for each in (cache, *copies)]
+        assert handle.statistics().layers[0].steps == 39
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], other))
+
+
+def test_two_caches_take_turns():
+    model = build("llama")
+    with sparing.approximate(model, SMALL):
+        (one, ids), (two, _) = started(model), started(model)
+        other = tokens(80).flip(0, 1)
+        mixed = []
+        for i in range(53, 66):
+            mixed.append((feed(model, ids[:, i : i + 1], one), feed(model, other[:, i : i + 1], two)))
+        for number, text in enumerate((ids, other)):
+            alone, _ = started(model)
+            for i, found in zip(range(53, 66), mixed):
+                assert torch.equal(feed(model, text[:, i : i + 1], alone), found[number])
+
+
+class Packed(transformers.cache_utils.DynamicLayer):
+    """A layer of a kind that sparing does not know, such as one that keeps its tokens in few bits."""
+
+
+def test_other_caches_stay_exact_and_are_counted():
+    model, ids = build("llama"), tokens(60)
+    packed = DynamicCache(config=model.config)
+    packed.layers = [Packed() for _ in packed.layers]
+    kinds = {"static": StaticCache(config=model.config, max_cache_len=70), "packed": packed}
+    for kind, cache in kinds.items():
+        plain = DynamicCache(config=model.config)
+        wanted = [feed(model, ids[:, :50], plain), feed(model, ids[:, 50:51], plain)]
+        with sparing.approximate(model, SMALL, when="decode") as handle:
+            found = [feed(model, ids[:, :50], cache), feed(model, ids[:, 50:51], cache)]
+            layer = handle.statistics().layers[0]
+        assert (layer.steps, layer.exact_calls) == (0, 2), kind
+        for a, b in zip(found, wanted):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_layers_with_a_window_of_their_own_stay_exact():
+    model = build("mistral")
+    wanted = generate(model, prompt(padded=False))
+    with sparing.approximate(model, "top_keys(keys=1000)", layers=[0, 1], when="decode") as handle:
+        assert torch.equal(generate(model, prompt(padded=False)), wanted)
+        assert handle.statistics().layers[0].steps == 0
+
+
+@pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_stay_exact(bits):
+    model = build("llama").to(bits)
+    with sparing.approximate(model, SMALL, when="decode") as handle:
+        generate(model, max_new_tokens=3)
+        assert (handle.statistics().layers[0].steps, handle.statistics().layers[0].exact_calls) == (0, 3)
+
+
+def test_restored_in_the_middle():
+    """The cache stays a cache: exact from there on, and it can be cropped, reordered and approximated again."""
+    model = build("llama")
+    with sparing.approximate(model, SMALL):
+        cache, ids = started(model)
+    plain = DynamicCache(config=model.config)
+    for layer, held in enumerate(cache.layers):
+        plain.update(held.keys.clone(), held.values.clone(), layer)
+    for i in range(53, 60):
+        torch.testing.assert_close(
+            feed(model, ids[:, i : i + 1], cache), feed(model, ids[:, i : i + 1], plain), rtol=0, atol=1e-5
+        )
+    for each in (cache, plain):
+        crop(each, 57)
+        each.reorder_cache(torch.tensor([1, 0]))
+    wanted = feed(model, ids[:, 57:58], copy.deepcopy(plain))
+    torch.testing.assert_close(feed(model, ids[:, 57:58], cache), wanted, rtol=0, atol=1e-5)
+    with sparing.approximate(model, SMALL) as handle:
+        feed(model, ids[:, 58:59], cache)
+        assert handle.statistics().layers[0].exact_calls == 1, "the index missed tokens"
+
+
+def test_nested_calls():
+    model = build("llama")
+    with sparing.approximate(model, SMALL) as outer:
+        cache, ids = started(model)
+        with sparing.approximate(model, "window(size=4)", layers=0) as inner:
+            feed(model, ids[:, 53:54], cache)
+            assert (inner.statistics().layers[0].steps, inner.statistics().layers[0].exact_calls) == (0, 1)
+            assert outer.statistics().layers[1].steps == 4
+        feed(model, ids[:, 54:55], cache)
+        assert outer.statistics().layers[0].exact_calls == 1, "its index is gone"
+        assert outer.statistics().layers[1].steps == 5
+        wanted = generate(model)
+    with sparing.approximate(model, SMALL):
+        assert torch.equal(generate(model), wanted)
+
+
+def test_a_cache_that_was_filled_before_decodes_exactly():
+    model, ids = build("llama"), tokens(60)
+    cache, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for each in (cache, plain):
+        feed(model, ids[:, :50], each)
+    with sparing.approximate(model, SMALL) as handle:
+        found = feed(model, ids[:, 50:51], cache)
+        assert handle.statistics().layers[0].exact_calls == 1
+    torch.testing.assert_close(found, feed(model, ids[:, 50:51], plain), rtol=0, atol=1e-5)
+
+
+def test_a_reset_cache_starts_again():
+    model, ids = build("llama"), tokens(60)
+    with sparing.approximate(model, SMALL):
+        wanted, _ = started(model)
+        cache, ids = started(model, 20)
+        cache.reset()
+        feed(model, ids[:, :50], cache)
+        for i in range(50, 53):
+            feed(model, ids[:, i : i + 1], cache)
+        assert torch.equal(feed(model, ids[:, 53:54], cache), feed(model, ids[:, 53:54], wanted))
+
+
+def test_inference_mode():
+    model = build("llama")
+    with sparing.approximate(model, SMALL) as handle:
+        wanted = generate(model)
+        with torch.inference_mode():
+            assert torch.equal(generate(model), wanted)
+            cache, ids = started(model)
+            found = feed(model, ids[:, 53:54], cache)
+        outside, ids = started(model)
+        assert torch.equal(feed(model, ids[:, 53:54], outside), found)
+        torch.testing.assert_close(feed(model, ids[:, 54:55], cache), feed(model, ids[:, 54:55], outside))
+        assert handle.statistics().layers[0].exact_calls == 0
+
+
+def test_a_gradient_through_a_cache_is_exact():
+    model, ids = build("llama"), tokens(30)
+    cache, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
+
+    def gradient(cache):
+        model.zero_grad()
+        model(ids[:, :20], past_key_values=cache, use_cache=True)
+        model(ids[:, 20:], past_key_values=cache, use_cache=True).logits.square().mean().backward()
+        return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    wanted = gradient(plain)
+    with sparing.approximate(model, SMALL, when="decode") as handle:
+        torch.testing.assert_close(gradient(cache), wanted, rtol=1e-4, atol=1e-6)
+        assert handle.statistics().layers[0].steps == 0
+
+
+def test_compiled_models_run_and_decode_exactly():
+    model, ids = build("llama"), tokens(40)
+    plain = DynamicCache(config=model.config)
+    wanted = [feed(model, ids[:, :30], plain), feed(model, ids[:, 30:31], plain)]
+    with sparing.approximate(model, SMALL, when="decode"):
+        compiled = torch.compile(model, backend="eager")
+        cache = DynamicCache(config=model.config)
+        found = [feed(compiled, ids[:, :30], cache), feed(compiled, ids[:, 30:31], cache)]
+    torch._dynamo.reset()
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_statistics_and_repr():
+    model = build("llama")
+    with sparing.approximate(model, "multipole(clusters=2, keys=4, window=2, sinks=0, chunk=8)") as handle:
+        assert handle.statistics().layers[0].share_read is None
+        generate(model, prompt(padded=False))
+        for layer in (*handle.statistics().layers,):
+            assert (layer.calls, layer.steps, layer.exact_calls, layer.covered) == (1, NEW - 1, 0, 0)
+            assert 0.2 < layer.share_read < 0.9
+        assert "share_read" not in repr(handle)
+        assert "prompts and tokens that continue a cache (decoding) run as above" in repr(handle)
+        assert "read" in str(handle.statistics()).splitlines()[0]
+    with sparing.approximate(model, "top_keys(keys=45)") as handle:
+        generate(model, prompt(padded=False))  # 40 tokens, then 41 to 59
+        layer = handle.statistics().layers[0]
+        assert (layer.calls, layer.steps, layer.covered) == (1, 14, 6)
+
+
+def test_a_prompt_of_one_token():
+    model, ids = build("llama").double(), tokens(40)
+    with sparing.approximate(model, SMALL) as handle, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        found = torch.cat([feed(model, ids[:, i : i + 1], cache) for i in range(40)], 1)
+        wanted = model(ids, use_cache=False).logits
+        assert handle.statistics().layers[0].exact_calls == 0
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+def test_the_cache_keeps_its_kind_outside():
+    """Indexed layers are dynamic layers: whatever asks for those still finds them."""
+    model = build("llama")
+    with sparing.approximate(model, SMALL):
+        cache, _ = started(model)
+    assert all(isinstance(layer, IndexedLayer) for layer in cache.layers)
+    assert all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in cache.layers)
+    assert cache.get_seq_length() == 53
