@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class Index:
             return found.output
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
-        with torch.no_grad(), _in_full(query):
+        with _plainly(query):
             q, k, v, spoiled = self._clean(query, key, value, keep)
             if self.method.covers(key.shape[2]):
                 out, self.statistics = self._exact(q, k, v, keep), {}
@@ -128,7 +128,7 @@ class Index:
             self.reset()
         elif length < self.length:
             if self._past is not None:
-                with torch.no_grad(), _in_full(key):
+                with _plainly(key):
                     keep = None if self._keep is None else self._keep[:, :length]
                     _, k, v, _ = self._clean(key[:, :, -1:], key, value, keep)
                     self._past.crop(length, k, v)
@@ -145,7 +145,8 @@ class Index:
         if items.tolist() == list(range(self._batch)):
             return
         if self._past is not None:
-            self._past.select(items)
+            with _plainly(items):
+                self._past.select(items)
         self._keep = None if self._keep is None else self._keep[items]
         self._batch = len(items)
 
@@ -202,7 +203,7 @@ class Index:
         return None if keep is None else keep[:, -n_q:]
 
     def _learn(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
-        with torch.no_grad(), _in_full(query):
+        with _plainly(query):
             q, k, v, _ = self._clean(query, key, value, keep)
             if self.length == 0 and self._past is None:
                 self.begin(q, k, v)
@@ -262,10 +263,17 @@ def _kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
     return query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype, query.device
 
 
-def _in_full(x: Tensor) -> AbstractContextManager[object]:
-    """No autocast inside; entering that takes as long as a small kernel, so only where there is one."""
+@contextmanager
+def _plainly(x: Tensor) -> Iterator[None]:
+    """No gradient, no autocast, and no inference mode, whose tensors could not be written to outside it."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 def _wide(x: Tensor) -> Tensor:

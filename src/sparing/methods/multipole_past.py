@@ -150,7 +150,9 @@ class MultipolePast:
         )  # fmt: skip
         levels = (Level(n, total, labels, known),) if total else ()
         plan = Plan(levels, rank + 1, rank, self.block, grown=True)
-        return self.method.rows(q, k, v, plan, [described], self.scale, True, slice(0, n_q))
+        out, lse, error, read, spared = self.method.rows(q, k, v, plan, [described], self.scale, True, slice(0, n_q))
+        padding = (rank < 0)[:, None]
+        return out, lse, error.masked_fill(padding, 0.0), read.masked_fill(padding, 0), spared.masked_fill(padding, 0)
 
     # What it learns.
 

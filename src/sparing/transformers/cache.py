@@ -74,7 +74,9 @@ class IndexedLayer(DynamicLayer):
         self._check()
         super().crop(*args, **kwargs)
         self._room = None  # the tokens that were cut off may be in use elsewhere
-        if self.index is not None:
+        if self.index is not None and self.index.length < self.get_seq_length():
+            self.index = None  # it missed tokens: the model was restored in between
+        elif self.index is not None:
             held: Any = (self.keys, self.values)
             self.index.crop(self.get_seq_length(), *held)
         self._remember()
