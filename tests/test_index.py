@@ -586,3 +586,20 @@ def test_autocast_changes_nothing():
         wanted, _ = grow(sparing.Index(spec, seed=3), x, 50, 7)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(grow(sparing.Index(spec, seed=3), x, 50, 7)[0], wanted)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_crop_leaves_every_key_in_one_place(padded):
+    """Of equal keys a summary is exact, so that a key that is lost, or counted twice, shows at any budget."""
+    keep = torch.ones(2, 110, dtype=torch.bool)
+    keep[0, :17] = keep[1, 80:85] = False
+    x = sequence(batch=2, keep=keep if padded else None)
+    x = x._replace(k=x.k[:, :, :1].expand_as(x.k).contiguous())
+    wanted = valid_rows(x, at_once(x, "exact").output)
+    for n in (109, 95, 81, 64, 59, 33, 7):
+        index = sparing.Index("multipole(clusters=5, keys=3, window=20, sinks=1, chunk=32)", seed=3)
+        grow(index, x, 90, 20)
+        index.crop(n, x.k[:, :, :n], x.v[:, :, :n])
+        out, _ = grow(index, x, n + 1, 1, first=n)
+        rows = x._replace(keep=keep[:, n:] if padded else None)
+        torch.testing.assert_close(valid_rows(rows, out), wanted[:, :, n:], rtol=0, atol=1e-9)
