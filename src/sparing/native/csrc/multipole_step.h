@@ -3,7 +3,8 @@
 
 template <class T>
 struct StepMemory {
-  T *score, *worth, *left, *gone;  // [clusters]; gone: weight of members that are near by
+  T *score, *mass;          // [clusters] logit of a summary, and exp of it
+  T *worth, *left, *gone;   // [clusters] of expanding it, keys that it takes; weight of members that are near by
   T *weight;                       // [rows] logits, then weights
   const T** key;                   // [rows]
   const T** value;                 // [rows and clusters]
@@ -15,8 +16,8 @@ struct StepMemory {
       used += (count * int64_t(sizeof(U)) / int64_t(sizeof(T)) + 15) / 16 * 16;
     };
     const int64_t padded_clusters = padded<T>(call.clusters) + lanes<T>, rows = most_rows(call);
-    take(&score, padded_clusters), take(&worth, padded_clusters), take(&left, padded_clusters);
-    take(&gone, padded_clusters);
+    take(&score, padded_clusters), take(&mass, padded_clusters), take(&worth, padded_clusters);
+    take(&left, padded_clusters), take(&gone, padded_clusters);
     take(&weight, padded<T>(rows + call.clusters) + lanes<T>);
     take(&key, rows), take(&value, rows + call.clusters);
     return used;
@@ -144,7 +145,7 @@ struct StepQuery {
     return x < call.cap ? x : all(call.cap);
   }
 
-  // Scores of all summaries: exp(score - shift), and what expanding them is worth.
+  // Scores of all summaries, and what expanding them is worth.
   void score() {
     const int64_t at = unit * call.clusters;
     dots_with<T>(q, call.depth, shown, [&](int64_t c) { return call.pole_keys + (at + c) * call.depth; }, memory.score);
@@ -170,14 +171,13 @@ struct StepQuery {
       const IntVec<T> some = load<T>(memory.left + c) > T(0);
       const Vec<T> f = some ? exponential(load<T>(memory.score + c) - shift) : Vec<T>{};
       const Vec<T> mass = some ? f * (load<T>(call.weight + at + c) - load<T>(memory.gone + c)) : Vec<T>{};
-      store<T>(memory.score + c, f);
       total += mass;
       const Vec<T> left = load<T>(memory.left + c);
       Vec<T> worth = mass * mass / (left > T(1) ? left : all(T(1)));
       if (!call.by_mass) worth *= surplus(variance(c)) * load<T>(call.scatter + at + c);
       store<T>(memory.worth + c, some ? worth : Vec<T>{});
     }
-    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.worth[c] = T(0), memory.score[c] = T(0);
+    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.worth[c] = T(0);
     if (call.tolerance > T(0)) {
       const T every = sum<T>(total) + mass_near() * exponential(all(near_top - shift))[0];
       least = call.tolerance * call.tolerance * (call.by_mass ? T(1) : usual_scatter()) * every * every;
@@ -197,9 +197,13 @@ struct StepQuery {
   T mass_near() {
     near_top = kNever<T>;
     for (int64_t i = 0; i < rows; ++i) near_top = memory.weight[i] > near_top ? memory.weight[i] : near_top;
-    T total = T(0);
-    for (int64_t i = 0; i < rows; ++i) total += exponential(all(memory.weight[i] - near_top))[0];
-    return total;
+    Vec<T> sums{};
+    for (int64_t i = 0; i < rows; i += lanes<T>) {
+      Vec<T> logits = load<T>(memory.weight + i);
+      for (int64_t lane = rows - i; lane < lanes<T>; ++lane) logits[lane] = kNever<T>;
+      sums += exponential(logits - near_top);
+    }
+    return sum<T>(sums);
   }
 
   void expand(int64_t c) {
@@ -207,7 +211,7 @@ struct StepQuery {
     const int32_t* members = call.members + unit * call.ranks + call.begin[at];
     for (int32_t i = 0; i < call.size[at]; ++i)
       if (members[i] < low) look_at(members[i]);
-    memory.score[c] = T(0), memory.worth[c] = T(-1);
+    memory.score[c] = kNever<T>, memory.worth[c] = T(-1);
   }
 
   void choose() {
@@ -239,6 +243,19 @@ struct StepQuery {
     for (int64_t i = 0; i < rows - first; ++i) logits[i] *= call.scale;
   }
 
+  // Logits become weights, exp(logit - top); returns their sum.
+  T weigh_rows(T top) {
+    Vec<T> sums{};
+    T total = T(0);
+    int64_t i = 0;
+    for (; i + lanes<T> <= rows; i += lanes<T>) {
+      const Vec<T> weight = exponential(load<T>(memory.weight + i) - top);
+      sums += weight, store<T>(memory.weight + i, weight);
+    }
+    for (; i < rows; ++i) total += memory.weight[i] = exponential(all(memory.weight[i] - top))[0];
+    return total + sum<T>(sums);
+  }
+
   void answer(int64_t row) {
     T* out = call.out + row * call.width;
     for (int64_t rank = low; rank < from; ++rank) look_at(rank);
@@ -251,42 +268,30 @@ struct StepQuery {
       sound(), score(), choose();
       meet(met);
     }
-    T top = spared ? shift : kNever<T>;
+    // A cluster that was expanded may have had a score far above all that is left.
+    T top = kNever<T>;
+    for (int64_t c = 0; spared && c < shown; ++c)
+      if (memory.left[c] > T(0) && memory.score[c] > top) top = memory.score[c];
     for (int64_t i = 0; i < rows; ++i) top = memory.weight[i] > top ? memory.weight[i] : top;
-    Vec<T> sums{};
-    T total = T(0);
-    int64_t i = 0;
-    for (; i + lanes<T> <= rows; i += lanes<T>) {
-      const Vec<T> weight = exponential(load<T>(memory.weight + i) - top);
-      sums += weight, store<T>(memory.weight + i, weight);
-    }
-    for (; i < rows; ++i) total += memory.weight[i] = exponential(all(memory.weight[i] - top))[0];
-    total += sum<T>(sums);
+    T total = weigh_rows(top);
     int64_t terms = rows;
     if (spared) {
       const int64_t at = unit * call.clusters;
-      const T factor = exponential(all(shift - top))[0];
+      for (int64_t c = 0; c < shown; c += lanes<T>) {
+        const IntVec<T> some = load<T>(memory.left + c) > T(0);
+        store<T>(memory.mass + c, some ? exponential(load<T>(memory.score + c) - top) : Vec<T>{});
+      }
+      for (int64_t c = 0; c < shown; ++c) total += memory.mass[c] * (call.weight[at + c] - memory.gone[c]);
       for (int64_t c = 0; c < shown; ++c) {
-        const T f = memory.score[c] *= factor;
-        if (f == T(0)) continue;
-        total += f * (call.weight[at + c] - memory.gone[c]);
-        memory.weight[terms] = f;
+        if (memory.mass[c] * call.weight[at + c] < kFaint<T> * total) memory.mass[c] = T(0);
+        if (memory.mass[c] == T(0)) continue;
+        memory.weight[terms] = memory.mass[c];
         memory.value[terms++] = call.pole_values + (at + c) * call.width;
       }
-      int64_t kept = rows;
-      for (int64_t i = rows, c = 0; i < terms; ++i, ++c) {
-        while (memory.score[c] == T(0)) ++c;
-        if (memory.weight[i] * call.weight[at + c] < kFaint<T> * total) {
-          memory.score[c] = T(0);
-          continue;
-        }
-        memory.weight[kept] = memory.weight[i], memory.value[kept++] = memory.value[i];
-      }
-      terms = kept;
       // A summary holds its members near by, which are exact.
       for (int64_t r = 0; r < near; ++r) {
         const int32_t label = labels()[low + r];
-        if (label >= 0) memory.weight[r] -= memory.score[label] * shares()[low + r];
+        if (label >= 0) memory.weight[r] -= memory.mass[label] * shares()[low + r];
       }
     }
     mix<T>(memory.weight, memory.value, terms, call.width, out);
