@@ -46,3 +46,25 @@ def test_the_method_in_contributing_passes_the_checks(monkeypatch):
     assert len(ran) > 8
     for name in ran:
         CHECKS[name](row, "reference")
+
+
+def test_pictures_of_the_docs_exist_and_are_small():
+    found = [
+        (source, name)
+        for source in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"!\[.+?\]\((.+?)\)", source.read_text())
+    ]
+    assert len(found) >= 3
+    for source, name in found:
+        picture = (source.parent / name).read_text()
+        assert picture.startswith("<svg")
+        assert len(picture) < 60_000
+
+
+def test_the_loop_on_the_multipole_page_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "multipole.md").read_text(), re.S)
+    (loop,) = (block for block in blocks if "sparing.Index" in block)
+    names: dict = {}
+    exec(loop, names)
+    assert names["index"].length == names["n"] + 1
+    assert names["out"].shape == (2, 6, 1, 64)
