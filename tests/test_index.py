@@ -211,7 +211,8 @@ def test_an_exact_prompt_is_learnt(spec):
     told.append(*x.part(0, 60))
     asked.attention(*x.part(0, 60))
     for a in range(60, 110, 5):
-        assert torch.equal(told.attention(*x.part(a, a + 5)), asked.attention(*x.part(a, a + 5)))
+        found, wanted = (index.attention(*x.part(a, a + 5)) for index in (told, asked))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)  # the moments of the queries are rounded apart
     in_two = sparing.Index(spec, seed=3)
     in_two.append(*x.part(0, 41))
     in_two.append(*x.part(41, 60))

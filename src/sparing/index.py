@@ -108,7 +108,8 @@ class Index:
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
         """What a prompt like this leaves its computations to; None if the method keeps nothing."""
-        self._past = self.method.past(_wide(query.detach()), key, value, self._draws(query, key), self._scale(query))
+        with _plainly(query):
+            self._past = self.method.past(_wide(query), key, value, self._draws(query, key), self._scale(query))
         return self._past
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:

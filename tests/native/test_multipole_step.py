@@ -134,7 +134,7 @@ def whole_call(n=43) -> dict[str, Any]:
         "own": torch.full((2, 1), n - 1), "visible": torch.tensor(past.visible), "mean": past.mean,
         "variance": past.variance, **dict(zip(names, past.poles.values(), strict=True)), **past.ranks,
         "block": past.block, "before": 4, "sinks": 1, "keys": 9, "second": True, "by_mass": False, "cap": 2.0,
-        "scale": 0.25,
+        "tolerance": 0.01, "scale": 0.25,
     }  # fmt: skip
 
 
