@@ -40,8 +40,9 @@ ENCODER = (
 DECODER = (
     "window(size=256)", "window(size=512)", "window(size=1024)",
     "window(size=256, sinks=4)", "window(size=512, sinks=4)", "window(size=1024, sinks=4)",
-    "multipole(clusters=32, keys=32, window=16, sinks=4)", "multipole(clusters=32, keys=80, window=16, sinks=4)",
-    "multipole(clusters=32, keys=160, window=16, sinks=4)",
+    "multipole(clusters=16, keys=200, window=0, sinks=4, cap=8.0, steps=6, tolerance=0.02)",
+    "multipole(clusters=32, keys=300, window=0, sinks=4, cap=8.0, steps=6, tolerance=0.0036)",
+    "multipole(clusters=48, keys=600, window=0, sinks=4, cap=8.0, steps=6, tolerance=0.0008)",
     "top_keys(keys=8)", "top_keys(keys=16)", "top_keys(keys=32)", "top_keys(keys=65)",
     "value_aware(keys=8)", "value_aware(keys=16)", "value_aware(keys=32)", "value_aware(keys=65)",
 )  # fmt: skip
