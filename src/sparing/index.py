@@ -192,13 +192,17 @@ class Index:
             keep = keep[:, 0, 0]
         if keep is not None and (keep.dtype != torch.bool or keep.shape != (batch, n)):
             raise ValueError(f"attn_mask: {keep.dtype} {list(keep.shape)} must be boolean, [{batch}, {n}]")
-        before = None if keep is None else keep[:, : self.length]
-        known = self._keep
-        if (known is not None or before is not None) and self.length:
-            valid = torch.ones(batch, self.length, dtype=torch.bool, device=key.device)
-            if not torch.equal(valid if known is None else known, valid if before is None else before):
-                raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
+        if not self.agrees(keep):
+            raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
         return keep
+
+    def agrees(self, keep: Tensor | None) -> bool:
+        """Whether a mask [B, n] hides those of the known keys that were hidden before; None hides none."""
+        before, known = None if keep is None else keep[:, : self.length], self._keep
+        if before is not None and known is not None:
+            return torch.equal(before, known)
+        either = known if before is None else before
+        return either is None or bool(either.all())
 
     def _fresh(self, keep: Tensor | None, n_q: int) -> Tensor | None:
         return None if keep is None else keep[:, -n_q:]

@@ -396,6 +396,24 @@ def test_a_cache_that_was_filled_before_decodes_exactly():
     torch.testing.assert_close(found, feed(model, ids[:, 50:51], plain), rtol=0, atol=1e-5)
 
 
+def test_a_mask_that_changes_is_exact():
+    """What the clusters hold would be hidden, or hold too little: the index is given up, and that is counted."""
+    model, given = build("llama"), prompt()
+    more = torch.cat([torch.ones(2, 40), torch.ones(2, 1)], dim=1).long()  # shows what was padding
+    wanted, found = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        model(**given, past_key_values=wanted, use_cache=True)
+    with sparing.approximate(model, SMALL, when="decode") as handle:
+        with torch.no_grad():
+            model(**given, past_key_values=found, use_cache=True)
+        logits = feed(model, tokens(1, 2), found, attention_mask=more)
+        statistics = handle.statistics().total
+    assert statistics.steps == 0
+    assert statistics.exact_calls == 2 * len(handle.layers)
+    assert indices(found) == [None] * len(found.layers)
+    torch.testing.assert_close(logits, feed(model, tokens(1, 2), wanted, attention_mask=more), rtol=0, atol=1e-5)
+
+
 def test_a_reset_cache_starts_again():
     model, ids = build("llama"), tokens(60)
     with sparing.approximate(model, SMALL):

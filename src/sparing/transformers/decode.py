@@ -80,7 +80,9 @@ def decode(
     index = None if layer is None else layer.index
     known, keep = padding(mask, n_q, n_k)
     follows = known and dropout == 0 and _possible(query, key, value)
-    if index is None or index.method != choice.method or index.length + n_q != n_k or not follows:
+    if index is not None:
+        follows = follows and index.method == choice.method and index.length + n_q == n_k and index.agrees(keep)
+    if index is None or not follows:
         if layer is not None:
             layer.give(None)  # it would miss these tokens
         choice.tally.exact_calls += 1
@@ -113,7 +115,7 @@ def padding(mask: Tensor | None, n_q: int, n_k: int) -> tuple[bool, Tensor | Non
     shown = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool((mask[~shown] <= torch.finfo(mask.dtype).min).all()):
         return False, None
-    keep = shown[:, 0, -1]
+    keep = shown[:, 0, -1]  # (B, n_k)
     if n_q > 1:
         causal = torch.ones(n_q, n_k, dtype=torch.bool, device=mask.device).tril(n_k - n_q)
         # A row of padding may be shown anything.
