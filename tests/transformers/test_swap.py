@@ -33,14 +33,34 @@ def test_perplexity_of_a_language_model():
     assert abs(narrow.mean / first.mean - 1) > 1e-3
 
 
+def test_seeds_and_keys_read():
+    """Every document of every seed; one run where nothing is random."""
+    model, ids = build("llama"), tokens(70, 2)
+    spec = "multipole(clusters=4, keys=6, window=0, chunk=16)"
+    exact, random, plain = measured.swap(model, ids, [spec, "window(size=10)"], decoder=True, seeds=3)
+    assert (len(exact.each), len(random.each), len(plain.each)) == (2, 6, 2)
+    assert len({round(x, 9) for x in random.each[::2]}) == 3
+    assert random.worst == max(random.each)
+    assert 6 < random.read < 36
+    assert plain.read == pytest.approx(11)
+
+
+def test_several_files_are_documents(tmp_path):
+    paths = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path in paths:
+        path.write_text(f"{path.name}\nhas two lines")
+    assert measured.texts_of([str(paths[0])]) == ["a.txt", "has two lines"]
+    assert measured.texts_of([str(path) for path in paths]) == ["a.txt\nhas two lines", "b.txt\nhas two lines"]
+
+
 def test_the_command(capsys, tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("too short\n\n" + "a much longer line of text " * 20 + "\n")
     options = ["minilm", "--length", "40", "--documents", "1", "--text", str(path), "--methods", "window(size=8),exact"]
     assert measured.main(options) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| method | cosine | worst of 1 |"
-    assert lines[2] == "| `exact` | 1.0000 | 1.0000 |"
-    assert lines[3].startswith("| `window(size=8)` | 0.")
+    assert lines[0] == "| method | keys read | cosine | worst |"
+    assert lines[2] == "| `exact` | - | 1.0000 | 1.0000 |"
+    assert lines[3].startswith("| `window(size=8)` | 9 | 0.")
     with pytest.raises(ValueError, match="only 1 texts have 40 tokens; ask for fewer documents than 2"):
         measured.main([*options[:3], "--documents", "2", *options[5:]])
