@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class Index:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"seed={seed!r} must be an integer or None")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale={scale!r} must be finite")
         self.scale = scale
         self.streams = None if streams is None else list(streams)
         self.reset()
@@ -118,6 +121,8 @@ class Index:
 
     def crop(self, length: int, key: Tensor, value: Tensor) -> None:
         """Forget the positions from `length` on; key and value as they are afterwards."""
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"length={length!r} must be an integer")
         if not 0 <= length <= self.length:
             raise ValueError(f"length={length} must be from 0 to {self.length}, the positions that the index knows")
         if length < self.length and not key.shape[2] == value.shape[2] == length:
@@ -125,6 +130,13 @@ class Index:
                 f"key has {key.shape[2]} positions and value {value.shape[2]}; crop(length={length}) takes them as "
                 "they are afterwards"
             )
+        if length and self._kind is not None and self._kind[1:] != _kind(key, key, value)[1:]:
+            raise ValueError(
+                f"key {list(key.shape)} and value {list(value.shape)} have other heads, sizes or another type than the "
+                "index follows"
+            )
+        if length and key.shape[0] != self._batch:
+            raise ValueError(f"key has a batch of {key.shape[0]}, but the index follows {self._batch}")
         if length == 0:
             self.reset()
         elif length < self.length:
@@ -141,6 +153,8 @@ class Index:
         if self.length == 0:
             return
         items = torch.as_tensor(items)
+        if items.dtype not in (torch.int32, torch.int64) or items.numel() == 0:
+            raise ValueError(f"items={items.tolist()} must be a list of numbers, and not empty")
         if items.ndim != 1 or bool(((items < 0) | (items >= self._batch)).any()):
             raise ValueError(f"items={items.tolist()} must be a list of numbers from 0 to {self._batch - 1}")
         if items.tolist() == list(range(self._batch)):
@@ -195,6 +209,10 @@ class Index:
         if not self.agrees(keep):
             raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
         return keep
+
+    def fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether heads, sizes, type and batch are those that it follows."""
+        return self._kind in (None, _kind(query, key, value)) and self._batch in (0, query.shape[0])
 
     def agrees(self, keep: Tensor | None) -> bool:
         """Whether a mask [B, n] hides those of the known keys that were hidden before; None hides none."""
@@ -268,17 +286,16 @@ def _kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
     return query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype, query.device
 
 
-@contextmanager
-def _plainly(x: Tensor) -> Iterator[None]:
+def _plainly(x: Tensor) -> AbstractContextManager[object]:
     """No gradient, no autocast, and no inference mode, whose tensors could not be written to outside it."""
     kind = x.device.type
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(torch.no_grad())
-        yield
+    if not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(kind):
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.autocast(kind, enabled=False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -507,3 +508,81 @@ def test_the_cache_keeps_its_kind_outside():
     assert all(isinstance(layer, IndexedLayer) for layer in cache.layers)
     assert all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in cache.layers)
     assert cache.get_seq_length() == 53
+
+
+def test_autocast_joins_types_as_transformers_does():
+    """Keys of float32 and values of 16 bits, or a cache that goes on in another type: what the stock cache makes of it."""
+    model = build("llama")
+    given = prompt(padded=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = generate(model, given)
+        with sparing.approximate(model, COVERING[0]):
+            assert torch.equal(generate(model, given), wanted)
+    layer, stock = IndexedLayer(), DynamicCache()
+    wide, narrow = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1, 4).bfloat16()
+    for k, v in ((wide, wide.bfloat16()), (narrow, narrow)):
+        layer.update(k, v)
+        stock.update(k, v, 0)
+    for name in ("keys", "values"):
+        found, expected = getattr(layer, name), getattr(stock.layers[0], name)
+        assert found.dtype == expected.dtype == torch.float32
+        assert torch.equal(found, expected)
+
+
+def test_another_batch_is_refused_and_changes_nothing():
+    model, cache = build("llama"), DynamicCache()
+    with sparing.approximate(model, SMALL):
+        feed(model, tokens(30, 1), cache)
+        before = [layer.keys.clone() for layer in cache.layers]
+        with pytest.raises(RuntimeError):
+            feed(model, tokens(1, 2), cache)
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+        feed(model, tokens(1, 1), cache)
+
+
+def test_items_are_selected_without_an_index():
+    model = build("llama").bfloat16()
+    cache = DynamicCache()
+    with sparing.approximate(model, SMALL):
+        feed(model, tokens(30, 2), cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        assert indices(cache) == [None] * len(cache.layers)
+        assert all(len(layer.keys) == 1 for layer in cache.layers)
+
+
+def test_threads_do_not_mix_up_their_caches():
+    model = build("llama")
+    given = [prompt(length, padded=False) for length in (40, 55, 60)]
+    with sparing.approximate(model, SMALL) as handle:
+        wanted = [generate(model, one) for one in given]
+        handle.statistics(reset=True)
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda one: model.generate(
+                **one, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0), given))  # fmt: skip
+        assert handle.statistics().total.exact_calls == 0
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_when_decode_needs_a_layer_that_decodes_by_the_cache():
+    with pytest.raises(sparing.Unsupported, match="within a window of"):
+        sparing.approximate(build("mistral"), SMALL, layers="*", when="decode")
+    with pytest.raises(sparing.Unsupported, match="never continues a cache"):
+        sparing.approximate(build("bert"), SMALL, when="decode")
+
+
+def test_a_recipe_says_when_by_pattern():
+    model = build("llama")
+    recipe = sparing.Recipe({"layers.*": SMALL}, when={"layers.*": "decode"})
+    with sparing.approximate(model, recipe) as handle:
+        assert "prompts run exact attention" in repr(handle)
+
+
+def test_statistics_of_covered_prompts_are_those_of_exact_attention():
+    model = build("llama")
+    with sparing.approximate(model, "multipole(keys=1000)") as handle:
+        feed(model, tokens(41, 2), DynamicCache())
+        total = handle.statistics().total
+    assert total.covered == len(handle.layers)
+    assert total.keys_read == pytest.approx(21)
+    assert total.share_read == pytest.approx(1)
+    assert total.reduction == pytest.approx(1)

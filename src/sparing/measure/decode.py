@@ -119,7 +119,7 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
 
     from sparing.transformers import approximate
     from sparing.transformers.cache import indexed
-    from sparing.transformers.decode import start
+    from sparing.transformers.decode import expect, start
     from sparing.transformers.slot import slot_of
 
     caches = [DynamicCache(), DynamicCache()]
@@ -132,7 +132,8 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
             if slot is not None and slot.choice is not None:
                 attention: Any = module
                 layer: Any = indexed(caches[0], attention.layer_idx)
-                slot.layer, query = layer, prompt.queries[attention.layer_idx]
+                expect(slot, layer)
+                query = prompt.queries[attention.layer_idx]
                 held = (query, layer.keys, layer.values)
                 begun = start(slot, slot.choice, *held, None, attention.scaling, unasked=False)
                 assert begun is not None

@@ -40,7 +40,7 @@ class Multipole(Method):
     keys * usual spread of values in a cluster)^2 stay summaries, so that queries and heads read what they need.
 
     Causal: keys are clustered once a chunk is complete, knowing the queries up to its end, and a quarter of a chunk
-    at a time before; a query sees its own quarter exactly. Nothing is clustered twice as the sequence grows.
+    at a time before; a query sees its own quarter exactly. As the sequence grows, a key is clustered at most twice.
 
     After clustered attention (Vyas et al. 2020), Multipole Attention (Hooper et al. 2025) and the fast multipole
     method. `inspect()` notes, each [B, H, n_q], `error`: the predicted distance to exact attention, `touched`: the keys

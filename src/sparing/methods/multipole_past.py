@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SUMMARY = ("offset", "weight", "spread", "scatter")
 _SLACK = 16  # clusters that kernels may read, and not use, beyond the last
 
-Found = tuple[Tensor, ...]  # output, log-sum-exp, predicted error, keys and summaries that were read
+Found = tuple[Tensor, ...]  # output, log-sum-exp, predicted error, keys and summaries read, summaries among them
 
 
 class MultipolePast:
@@ -74,7 +74,7 @@ class MultipolePast:
         if q.shape[2] == 1 and fresh is None and self.place is None and self.counts == [n] * len(self.counts):
             found = self.attend(q, k, v, [[n]] * len(self.counts), every)
             if (n + 1) % self.block:
-                self.pending[:, :, n % self.block] = q[:, :, 0]
+                self.pending.select(2, n % self.block).copy_(q.select(2, 0))
                 self.counts = [n + 1] * len(self.counts)
             else:
                 for item in range(len(self.counts)):
@@ -90,8 +90,8 @@ class MultipolePast:
             else:
                 parts = [self._several(item, rows, q, k, v) for item, rows in enumerate(new)]
                 found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        out, lse, error, read, spared = found
-        return out, {"lse": lse, "error": error, "touched": read + spared, "exact": spared == 0}
+        out, lse, error, touched, _ = found
+        return out, {"lse": lse, "error": error, "touched": touched}
 
     def _several(self, item: int, rows: list[int], q: Tensor, k: Tensor, v: Tensor) -> Found:
         """Several queries of one item, block by block; rows: those that are no padding."""
@@ -151,8 +151,8 @@ class MultipolePast:
         levels = (Level(n, total, labels, known),) if total else ()
         plan = Plan(levels, rank + 1, rank, self.block, grown=True)
         out, lse, error, read, spared = self.method.rows(q, k, v, plan, [described], self.scale, True, slice(0, n_q))
-        padding = (rank < 0)[:, None]
-        return out, lse, error.masked_fill(padding, 0.0), read.masked_fill(padding, 0), spared.masked_fill(padding, 0)
+        touched, padding = read + spared, (rank < 0)[:, None]
+        return out, lse, *(x.masked_fill(padding, 0) for x in (error, touched, spared))
 
     # What it learns.
 

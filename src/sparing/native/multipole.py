@@ -33,7 +33,7 @@ schemas.define(
     " Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread,"
     " Tensor scatter, Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int block, int before,"
     " int sinks, int keys, bool second, bool by_mass, float cap, float tolerance, float scale)"
-    " -> (Tensor out, Tensor lse, Tensor error, Tensor read, Tensor summaries)"
+    " -> (Tensor out, Tensor lse, Tensor error, Tensor touched, Tensor summaries)"
 )
 
 
@@ -163,6 +163,8 @@ def multipole_step(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """What `multipole` returns, for queries (B, H, n_q, d) after a past in clusters; k, v are (B, H_kv, n, .).
+
+    Summaries count among what was read, too.
 
     place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none. visible:
     (B,) clusters. mean, variance: (B, H, d) and (B, H) of the queries. poles, ranks: as `MultipolePast` holds them.

@@ -44,13 +44,15 @@ class IndexedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         new, n = (key_states, value_states), self.get_seq_length()
         end = n + key_states.shape[-2]
-        held: Any = (self.keys, self.values) if n else (key_states[..., :0, :], value_states[..., :0, :])
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*new, *held)):
-            self._room = None
+        held: Any = (self.keys, self.values)
+        alike = all(x.shape[:2] == y.shape[:2] and x.shape[-1] == y.shape[-1] for x, y in zip(held, new, strict=True))
+        gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*new, *held))
+        if gradient or (n and not alike):  # what does not fit is refused there
             keys, values = super().update(*new)
+            self._room = None
         else:
             if not self._fits(new, end):
-                self._room = (_roomier(held[0], key_states, end), _roomier(held[1], value_states, end))
+                self._room = (_roomier(held[0], key_states, n, end), _roomier(held[1], value_states, n, end))
             assert self._room is not None
             for room, fresh in zip(self._room, new, strict=True):
                 room[..., n:end, :] = fresh
@@ -65,7 +67,7 @@ class IndexedLayer(DynamicLayer):
         # Tensors of inference mode cannot be written to outside it.
         frozen = self._room[0].is_inference() and not torch.is_inference_mode_enabled()
         return not frozen and all(
-            (x.dtype, x.device, x.shape[:2]) == (y.dtype, y.device, y.shape[:2])
+            (x.dtype, x.device, x.shape[:2]) == (torch.promote_types(x.dtype, y.dtype), y.device, y.shape[:2])
             for x, y in zip(self._room, new, strict=True)
         )
 
@@ -98,7 +100,7 @@ class IndexedLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """As for any layer."""
         self._check()
-        chosen = torch.arange(0 if self.index is None else self.index.batch)[indices.cpu()]
+        chosen = None if self.index is None else torch.arange(self.index.batch)[indices.cpu()]
         super().batch_select_indices(indices)
         self._follow(chosen)
 
@@ -165,10 +167,12 @@ def indexed(cache: Cache, number: int) -> IndexedLayer | None:
     return layer if isinstance(layer, IndexedLayer) else None
 
 
-def _roomier(old: Tensor, new: Tensor, need: int) -> Tensor:
-    """Room for an eighth more than is needed, with the old rows at its start."""
-    room = new.new_empty(*new.shape[:-2], need + max(need // 8, 64), new.shape[-1])
-    room[..., : old.shape[-2], :] = old
+def _roomier(old: Tensor, new: Tensor, kept: int, need: int) -> Tensor:
+    """Room for an eighth more than is needed, with the old rows at its start; of the type that joins both."""
+    shape = (*new.shape[:-2], need + max(need // 8, 64), new.shape[-1])
+    room = new.new_empty(shape, dtype=torch.promote_types(old.dtype, new.dtype))
+    if kept:
+        room[..., :kept, :] = old
     return room
 
 

@@ -142,6 +142,8 @@ def _refusal(layer: Layer, choice: Choice) -> str | None:
             return f"when='decode', but {method.name} cannot continue a cache"
         if not layer.causal or layer.cross:
             return "when='decode', but the layer never continues a cache"
+        if layer.window is not None:
+            return f"when='decode', but the layer attends within a window of {layer.window} tokens by itself"
     return layer.refusal(method)
 
 

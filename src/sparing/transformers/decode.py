@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,33 @@ from sparing.transformers.cache import IndexedLayer, indexed
 from sparing.transformers.slot import Choice, Slot, slot_of
 
 
+class _Present(threading.local):
+    """The layer of a cache that a thread's present call appends to, and whose call it is."""
+
+    slot: Slot | None = None
+    layer: IndexedLayer | None = None
+
+
+_present = _Present()
+
+
+def expect(slot: Slot, layer: IndexedLayer | None) -> None:
+    """The slot's next call, in this thread, appends to this layer of a cache."""
+    _present.slot, _present.layer = slot, layer
+
+
 def look_ahead(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook: finds the cache that an attention module is about to append to."""
     if torch.compiler.is_compiling() or (slot := slot_of(module)) is None:
         return
-    slot.layer = None
+    expect(slot, None)
     number = getattr(module, "layer_idx", None)
     if slot.choice is None or not slot.choice.decodes or slot.cross or slot.window is not None or number is None:
         return
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
     if cache is None or (layer := indexed(cache, number)) is None:
         return
-    slot.layer = layer
+    expect(slot, layer)
     if layer.index is None and slot.orphan is not None:
         keys, index = slot.orphan
         if layer.keys is not None and keys() is layer.keys:
@@ -81,7 +97,8 @@ def decode(
     known, keep = padding(mask, n_q, n_k)
     follows = known and dropout == 0 and _possible(query, key, value)
     if index is not None:
-        follows = follows and index.method == choice.method and index.length + n_q == n_k and index.agrees(keep)
+        same = index.method == choice.method and index.length + n_q == n_k
+        follows = follows and same and index.fits(query, key, value) and index.agrees(keep)
     if index is None or not follows:
         if layer is not None:
             layer.give(None)  # it would miss these tokens
@@ -94,13 +111,14 @@ def decode(
         choice.tally.exact_calls += not covered
         return None
     out = index.attention(query, key, value, keep)
-    choice.tally.add_step(query, key, value, index.statistics)
+    choice.tally.add_step(choice.method, query, key, value, keep, index.statistics)
     return out
 
 
 def _claim(slot: Slot, key: Tensor, value: Tensor) -> IndexedLayer | None:
     """The layer of the cache, if it holds just these keys and values."""
-    layer, slot.layer = slot.layer, None
+    layer = _present.layer if _present.slot is slot else None
+    _present.slot = _present.layer = None
     return layer if layer is not None and layer.keys is key and layer.values is value else None
 
 
@@ -128,4 +146,5 @@ def padding(mask: Tensor | None, n_q: int, n_k: int) -> tuple[bool, Tensor | Non
 def _possible(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether an index can follow: no gradient, and no 16-bit cache, all of which a step would have to convert."""
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return not gradient and key.dtype in (torch.float32, torch.float64)
+    alike = query.dtype == key.dtype == value.dtype and key.dtype in (torch.float32, torch.float64)
+    return alike and not gradient and len(query) == len(key) == len(value)

@@ -116,17 +116,15 @@ class Recipe:
 
     def spec_of(self, name: str) -> str | None:
         """The same as it is written."""
-        if name in self.layers:
-            return self.layers[name]
-        return next((spec for key, spec in self.layers.items() if fnmatchcase(name, key)), None)
+        return _named(self.layers, name, None)
 
     def seed_of(self, name: str) -> int | None:
         """The seed of a layer."""
-        return self.seed.get(name) if isinstance(self.seed, Mapping) else self.seed
+        return _named(self.seed, name, None) if isinstance(self.seed, Mapping) else self.seed
 
     def when_of(self, name: str) -> str:
         """Which tokens of a layer are approximated."""
-        return self.when.get(name, "always") if isinstance(self.when, Mapping) else self.when
+        return _named(self.when, name, "always") if isinstance(self.when, Mapping) else self.when
 
     def name_at(self, index: int) -> str | None:
         """The name of a layer by its number, where the layers are one numbered stack; None where that is not clear."""
@@ -137,6 +135,13 @@ class Recipe:
             return None
         names = {int(m.group(2)): m.group() for m in matches if m}
         return names.get(index) if sorted(names) == list(range(len(names))) else None
+
+
+def _named(table: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """What a table says of a layer: by its name, or else by the first pattern that fits."""
+    if name in table:
+        return table[name]
+    return next((entry for key, entry in table.items() if fnmatchcase(name, key)), otherwise)
 
 
 def is_path(source: Any) -> bool:

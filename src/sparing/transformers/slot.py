@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +11,6 @@ from sparing.method import Method
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
 from sparing.transformers.switch import Switch, is_ours
-
-if TYPE_CHECKING:
-    from sparing.transformers.cache import IndexedLayer
 
 #: Which tokens are approximated: a prompt, those that continue a cache one by one, or both.
 WHEN = ("always", "prefill", "decode")
@@ -58,11 +55,10 @@ class Slot:
     choices: list[Choice] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     served: bool = False  #: the layer has called sparing at least once
-    layer: IndexedLayer | None = field(default=None, repr=False)  #: of the cache that the present call appends to
     orphan: Any = field(default=None, repr=False)  #: keys and their index, until their cache is known
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "layer": None, "orphan": None}  # a copy of a model has no cache
+        return {**vars(self), "orphan": None}  # a copy of a model has no cache
 
     @property
     def choice(self) -> Choice | None:

@@ -51,24 +51,34 @@ class Tally:
             self.tokens += length
             self.rate += length * (float(own["padded_rate"]) if own else 1.0)
             self.exact_flops += _method("exact").cost(shape).flops
-            cost = method.cost(shape, own)
+            cost = (_method("exact") if method.covers(n_k) else method).cost(shape, own)
             self.flops += cost.flops
-            rows = heads * shape.queries
-            read = facts["touched"][item].double().mean() if "touched" in facts else cost.keys
+            rows, most = heads * shape.queries, shape.pairs / max(shape.queries, 1)
+            read = facts["touched"][item].double().mean() if "touched" in facts else min(cost.keys or most, most)
             self.queries += rows
             self.shown += heads * shape.pairs
-            self.touched += rows * float(length if read is None else read)
+            self.touched += rows * float(read)
 
-    def add_step(self, query: Tensor, key: Tensor, value: Tensor, facts: Mapping[str, Tensor]) -> None:
-        """Count a call that continued a cache."""
+    def add_step(
+        self,
+        method: Method,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keep: Tensor | None,
+        facts: Mapping[str, Tensor],
+    ) -> None:
+        """Count a call that continued a cache; without the clusters that it may have made."""
+        batch, heads, n_q, _ = query.shape
+        keys = batch * key.shape[2] if keep is None else int(keep.sum())
         touched = float(facts["touched"].sum())
-        shown = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+        shown = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2))
         self.steps += 1
         self.queries += query.shape[0] * query.shape[1] * query.shape[2]
         self.touched += touched
         self.shown += shown
         each = 2.0 * key.shape[3] + 2.0 * value.shape[3] + 1.0
-        self.flops += each * touched
+        self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
         self.exact_flops += each * shown
 
     def add_values(self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float) -> None:

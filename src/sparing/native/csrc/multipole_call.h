@@ -114,7 +114,7 @@ struct MultipoleStep {
   bool second, by_mass;
   T cap, tolerance, scale;
   T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
-  int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
+  int64_t *touched, *summaries;  // [items][heads][queries] how many keys and summaries, and how many summaries
 };
 
 template <class T>

@@ -261,14 +261,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
     }
     Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
     Tensor lse = fresh(q, {b, h, n}, type_of<T>()), error = fresh(q, {b, h, n}, type_of<T>());
-    Tensor read = fresh(q, {b, h, n}, ScalarType::Long), summaries = fresh(q, {b, h, n}, ScalarType::Long);
+    Tensor touched = fresh(q, {b, h, n}, ScalarType::Long), summaries = fresh(q, {b, h, n}, ScalarType::Long);
     call.out = out.mutable_data_ptr<T>(), call.lse = lse.mutable_data_ptr<T>();
     call.error = error.mutable_data_ptr<T>();
-    call.read = read.mutable_data_ptr<int64_t>(), call.summaries = summaries.mutable_data_ptr<int64_t>();
+    call.touched = touched.mutable_data_ptr<int64_t>(), call.summaries = summaries.mutable_data_ptr<int64_t>();
     const StepKernels<T>& use = kernels().of<T>().step;
     in_parallel<T>(b * h, 1, use.scratch(call),
                    [&](int64_t from, int64_t to, T* scratch) { use.forward(call, from, to, scratch); });
-    return std::make_tuple(out, lse, error, read, summaries);
+    return std::make_tuple(out, lse, error, touched, summaries);
   });
 }
 

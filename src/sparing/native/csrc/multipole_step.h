@@ -300,7 +300,7 @@ struct StepQuery {
     call.lse[row] = T(__builtin_log(double(total)) + double(top));
     call.error[row] =
         missed > T(0) ? T(__builtin_sqrt(double(missed)) * __builtin_exp(double(shift) - double(call.lse[row]))) : T(0);
-    call.read[row] = rows, call.summaries[row] = spared;
+    call.touched[row] = rows + spared, call.summaries[row] = spared;
   }
 };
 
@@ -320,7 +320,7 @@ void step_forward(const MultipoleStep<T>& call, int64_t begin, int64_t end, T* s
       const int64_t own = call.own[item * call.queries + i];
       if (own < 0) {
         for (int64_t e = 0; e < call.width; ++e) call.out[row * call.width + e] = T(0);
-        call.lse[row] = kNever<T>, call.error[row] = T(0), call.read[row] = call.summaries[row] = 0;
+        call.lse[row] = kNever<T>, call.error[row] = T(0), call.touched[row] = call.summaries[row] = 0;
         continue;
       }
       const int64_t from = own / call.block * call.block, reach = own - call.before < from ? own - call.before : from;
