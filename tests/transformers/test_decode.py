@@ -335,7 +335,7 @@ def test_other_caches_stay_exact_and_are_counted():
 def test_layers_with_a_window_of_their_own_stay_exact():
     model = build("mistral")
     wanted = generate(model, prompt(padded=False))
-    with sparing.approximate(model, "top_keys(keys=1000)", layers=[0, 1], when="decode") as handle:
+    with sparing.approximate(model, "top_keys(keys=1000)", layers=[0, 1]) as handle:
         assert torch.equal(generate(model, prompt(padded=False)), wanted)
         assert handle.statistics().layers[0].steps == 0
 
