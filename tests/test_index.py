@@ -607,3 +607,27 @@ def test_a_crop_leaves_every_key_in_one_place(padded):
         out, _ = grow(index, x, n + 1, 1, first=n)
         rows = x._replace(keep=keep[:, n:] if padded else None)
         torch.testing.assert_close(valid_rows(rows, out), wanted[:, :, n:], rtol=0, atol=1e-9)
+
+
+def test_a_prompt_that_fails_leaves_nothing_behind(monkeypatch):
+    """Not even what the prompt would have left to the index, which may be of other sizes."""
+    x, index = sequence(), sparing.Index(MULTIPOLE, seed=3)
+    other = (torch.randn(3, 6, 9, 4), torch.randn(3, 3, 9, 4), torch.randn(3, 3, 9, 7))
+    with monkeypatch.context() as patch:
+        patch.setattr("sparing.index.inspect", raise_memory_error)
+        with pytest.raises(MemoryError):
+            index.attention(*other)
+    assert index.length == 0
+    index.append(*x.part(0, 60))
+    torch.testing.assert_close(
+        grow(index, x, 61, 1, first=60)[0], at_once(x, MULTIPOLE).output[:, :, 60:], rtol=0, atol=1e-9
+    )
+
+
+def raise_memory_error(*args, **kwargs):
+    raise MemoryError
+
+
+def test_streams_are_one_for_each_key_head():
+    with pytest.raises(ValueError, match="streams: 3 numbers for 2 key-value heads"):
+        sparing.Index(MULTIPOLE, streams=[1, 2, 3]).append(*sequence().part(0, 60))

@@ -85,11 +85,15 @@ class Index:
         """
         keep = self._arriving(query, key, value, attn_mask)
         if self.length == 0:
-            found = inspect(
-                query, key, value, None if keep is None else keep[:, None, None, :], is_causal=True, scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1], method=self.method, seed=self.seed, streams=self.streams,
-                brief=True, past=self.begin(query, key, value),
-            )  # fmt: skip
+            mask, past = None if keep is None else keep[:, None, None, :], self.begin(query, key, value)
+            try:
+                found = inspect(
+                    query, key, value, mask, is_causal=True, scale=self.scale, method=self.method, seed=self.seed,
+                    enable_gqa=query.shape[1] != key.shape[1], streams=self.streams, brief=True, past=past,
+                )  # fmt: skip
+            except BaseException:
+                self._past = None
+                raise
             self._learn(query, key, value, keep)
             self.statistics = found.statistics
             return found.output
@@ -185,6 +189,8 @@ class Index:
             )
         if query.shape[1] % key.shape[1]:
             raise ValueError(f"query has {query.shape[1]} heads, not a multiple of the {key.shape[1]} of key")
+        if self.streams is not None and len(self.streams) != key.shape[1]:
+            raise ValueError(f"streams: {len(self.streams)} numbers for {key.shape[1]} key-value heads")
         if self.length and batch != self._batch:
             raise ValueError(
                 f"query: a batch of {batch}, but the index follows {self._batch}; call select() or reset()"
