@@ -93,7 +93,11 @@ def test_generation_is_the_stock_model(name, spec, cache):
     assert torch.equal(before, after)
     # Six tokens: a prompt and five steps, which a budget of all keys makes exact, and which a static cache leaves so.
     counts = {(layer.calls, layer.exact_calls, layer.covered) for layer in layers}
-    assert counts == {(0, 6, 0) if spec == "exact" else (1, 0, 6) if cache is None else (1, 5, 1)}
+    if cache is None:
+        assert counts == {(0, 6, 0) if spec == "exact" else (1, 0, 6)}
+    else:  # older versions write out the mask of a prompt in a static cache, which then runs exactly
+        assert counts in ({(0, 6, 0)}, {(1, 5, 1)})
+        assert spec != "exact" or counts == {(0, 6, 0)}
 
 
 def test_a_prompt_that_continues_a_cache_runs_exact():
