@@ -69,7 +69,8 @@ setup(
     else [
         Extension(
             "sparing.native._kernels",
-            sorted(str(p) for p in CSRC.glob("*.cpp")),
+            # The long ones first: all kernels, once for each instruction set.
+            sorted((str(p) for p in CSRC.glob("*.cpp")), key=lambda path: (path.endswith("_ops.cpp"), path)),
             depends=sorted(str(p) for p in CSRC.glob("*.h")),
             extra_compile_args=[
                 "-std=c++20",

@@ -249,9 +249,10 @@ def test_a_tolerance_leaves_to_summaries_what_they_serve_well(select, impl, caus
     for ours, wanted in zip(found, formula(m, x, causal)):
         agrees(ours, wanted.to(ours.dtype))
     assert int(found[3].amin(-1).min()) < int(found[3].amax(-1).max()) - 10, "queries read as much as they need"
-    for other in (0.0, 0.033):  # control
-        with pytest.raises(AssertionError):
-            agrees(found[0], formula(m, x, causal, tolerance=other)[0])
+    if impl == "auto":  # control
+        for other in (0.0, 0.033):
+            with pytest.raises(AssertionError):
+                agrees(found[0], formula(m, x, causal, tolerance=other)[0])
 
 
 @CAUSAL
