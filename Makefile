@@ -25,6 +25,7 @@ bench: $(KERNELS)
 	$(BIN)/sparing bench --out out
 
 # The oldest transformers that sparing promises to work with, beside the newest, which everything else runs on.
+# Without compiled models, for the time they take: what they hold is torch's graph of sparing's code, seen on the newest.
 OLDEST := .venv/oldest
 test-oldest: $(KERNELS) $(OLDEST)/.ready
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n auto --dist worksteal tests/transformers -k "not compil"

@@ -114,7 +114,11 @@ ROWS = [
         skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
     ),
     Row(
-        "multipole(clusters=0.25, keys=40, window=0, sinks=0, order=1, cap=8.0, tolerance=0.05, chunk=12, steps=1)",
+        "multipole(clusters=0.25, keys=5, window=0, sinks=0, order=1, select=mass, chunk=12, steps=1)",
+        skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
+    ),
+    Row(
+        "multipole(clusters=6, keys=40, window=0, cap=8.0, tolerance=0.05, chunk=16)",
         skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
     ),
     Row("multipole(keys=200)", skip={"seed": "all keys are exact, and nothing random is left"}),
