@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparing.draws import Draws
-from sparing.maths.clusters import Rows, factor, kmeans, moments, spread_out, whole_numbers
+from sparing.maths.clusters import Rows, Sums, factor, kmeans, spread_out, sums, whole_numbers
 
 EXACT = 2**24  # float32 holds every whole number up to here
 
@@ -153,7 +153,7 @@ def test_factor_of_nothing_is_the_identity_and_spoils_no_neighbour():
 def test_moments_are_those_of_the_rows_that_count_up_to_each_end():
     q, counts = normal(2, 3, 24, 4), torch.rand(2, 24, generator=torch.Generator().manual_seed(1)) < 0.6
     counts[1, :8] = False  # a first chunk of nothing
-    found = moments(q.masked_fill(~counts[:, None, :, None], torch.nan), counts, 8)
+    found = sums(q.masked_fill(~counts[:, None, :, None], torch.nan), counts, 8).moments
     for b, t in ((0, 0), (0, 2), (1, 1), (1, 2)):
         rows = q[b, :, : 8 * (t + 1)][:, counts[b, : 8 * (t + 1)]]
         torch.testing.assert_close(found.mean[b, :, t], rows.mean(1))
@@ -163,6 +163,20 @@ def test_moments_are_those_of_the_rows_that_count_up_to_each_end():
         )
     assert not found.mean[1, :, 0].any()
     assert torch.equal(found.at(torch.tensor([2, 0])).mean, found.mean[:, :, [2, 0]])
+
+
+def test_what_is_remembered_of_earlier_rows():
+    q, counts = normal(1, 2, 24, 4), torch.ones(1, 24, dtype=torch.bool)
+    found = sums(q, counts, 8, 0.5)
+    weight = torch.tensor([0.25, 0.5, 1.0], dtype=torch.float64).repeat_interleave(8)
+    assert float(found.total[0, 0, 2, 0]) == float(weight.sum())
+    mean, second = (weight @ q[0]) / weight.sum(), q[0].mT * weight @ q[0] / weight.sum()
+    torch.testing.assert_close(found.moments.mean[0, :, 2], mean)
+    torch.testing.assert_close(found.moments.second[0, :, 2], second)
+    start = Sums(*(x[:, :, :1] for x in found))
+    onward = sums(q[:, :, 8:], counts[:, 8:], 8, 0.5, start)
+    for a, b in zip(onward, found, strict=True):
+        assert torch.equal(a, b[:, :, 1:]), "going on from sums is the same as starting with all rows"
 
 
 def check_stretches(rows: Rows, valid: Tensor, wanted: Tensor) -> None:

@@ -221,18 +221,23 @@ def test_an_exact_prompt_is_learnt(spec):
     )
 
 
-def test_summaries_are_appended_and_never_made_again():
+def test_clusters_are_appended_and_never_made_again():
+    """Their members stay; their summaries are made again once, when the next chunk is complete."""
     x, index = sequence(n=200), sparing.Index(MULTIPOLE, seed=3)
     index.attention(*x.part(0, 5))
     kept: dict[str, Tensor] = {}
-    rows = 0
+    rows, last = 0, torch.zeros(0)
     for n in range(5, 200):
         index.attention(*x.part(n, n + 1))
         past: Any = index._past
         for name, old in kept.items():
-            assert torch.equal(past.poles[name][:, :, :rows], old), f"{name} after {n + 1} tokens"
+            assert torch.equal(past.poles[name][:, :, : old.shape[2]], old), f"{name} after {n + 1} tokens"
+        again = past.poles["keys"][:, :, max(rows - 8, 0) : rows]
+        assert n % 32 < 31 or n < 32 or not torch.equal(again, last), "the last chunk's are made again"
         rows = (n + 1) // 32 * 8  # of complete chunks of 32 keys
-        kept = {name: store[:, :, :rows].clone() for name, store in past.poles.items()}
+        whole = {name: rows if name in ("begin", "size") else max(rows - 8, 0) for name in past.poles}
+        kept = {name: store[:, :, : whole[name]].clone() for name, store in past.poles.items()}
+        last = past.poles["keys"][:, :, max(rows - 8, 0) : rows].clone()
         assert past.visible == [rows + (n + 1) % 32 // 8 * 2]
     assert rows == 48
 

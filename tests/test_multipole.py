@@ -171,6 +171,13 @@ def formula(m: Multipole, x: Inputs, causal: bool, twice: bool = False, toleranc
     tolerance = m.tolerance if tolerance is None else tolerance
     levels, block, scale = planned(m, x, causal).levels, m.chunk // BLOCKS, 1 / math.sqrt(x.q.shape[-1])
     n_q, n_k = x.n_q, x.n_k
+
+    def told(q: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the queries before `end`; causal: each block counts less than the next."""
+        w = 2.0 ** (-(end // block - 1 - torch.arange(end) // block).double() / BLOCKS * causal)
+        away = q[:end] - (mean := w @ q[:end] / w.sum())
+        return mean, away.mT * w @ away / w.sum()
+
     rows = []
     for h in range(x.q.shape[1]):
         q, k, v = x.q[0, h], x.k[0, h], x.value[0, h]
@@ -180,20 +187,21 @@ def formula(m: Multipole, x: Inputs, causal: bool, twice: bool = False, toleranc
             exact |= set(range(i // block * block, i + 1) if causal else range(n_k - m.sinks, n_k))
             clusters: dict[tuple[int, int], list[int]] = {}
             for j in range(i // block * block if causal else n_k):
-                level = int(causal and j // m.chunk < i // m.chunk)
+                level = min(i // m.chunk - j // m.chunk, 2) if causal else 0
                 if (label := int(levels[level].labels[0, h, j])) >= 0:
                     clusters.setdefault((level, label), []).append(j)
-            past = q[: i // block * block] if causal else q
-            alarm = (q[i] - past.mean(0)).square().sum() / (past - past.mean(0)).square().sum(-1).mean()
+            mean, covariance = told(q, max(i // block, 1) * block if causal else n_q)
+            alarm = (q[i] - mean).square().sum() / covariance.trace()
             found = []  # of each cluster: members, worth, squared error, logits
             near = [j for j in exact if j <= i or not causal]
             total, scatter = (scale * k[near] @ q[i]).exp().sum(), q.new_zeros(())
             for (level, _), members in clusters.items():
-                known = q[: (members[0] // levels[level].size + 1) * levels[level].size]
-                q0, keys, values = known.mean(0), k[members], v[members]
+                # The last complete chunk knows the queries up to its end, those before it up to the end of the next.
+                end = (members[0] // levels[level].size + max(level, 1)) * levels[level].size if causal else n_q
+                (q0, covariance), keys, values = told(q, end), k[members], v[members]
                 w = (scale * keys @ q0).softmax(0)
                 away = keys - w @ keys
-                variance = scale**2 * w @ (away @ known.mT.cov(correction=0) * away).sum(-1)
+                variance = scale**2 * w @ (away @ covariance * away).sum(-1)
                 believed = min(float(variance * alarm), m.cap)
                 logits = scale * (q[i] @ (w @ keys) + away @ q0) + (believed / 2 if m.order == 2 else 0.0)
                 left = [r for r, j in enumerate(members) if j not in exact]

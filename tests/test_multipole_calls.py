@@ -1,6 +1,7 @@
 """Multipole attention as users call it: growing sequences, padding, gradients, refusals."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import sparing
 from sparing.call import Call
 from sparing.draws import Draws
 from sparing.maths import poles
-from sparing.maths.clusters import Moments, moments
+from sparing.maths.clusters import Sums, sums
 from sparing.maths.packing import place_of_rank
 from sparing.maths.poles import Plan
 from sparing.methods import multipole as module
@@ -32,13 +33,11 @@ def planned(m: Multipole, x: Inputs, causal: bool, keep: Tensor | None = None) -
 def same_prefix(x: Inputs, y: Inputs, n: int) -> None:
     """Two causal calls agree in the first n rows, and in the clusters of chunks that end there or before."""
     before, after = planned(SMALL, x, True), planned(SMALL, y, True)
-    for a, b in zip(before.levels, after.levels):
-        ended = n // a.size * a.size
-        assert torch.equal(a.labels[:, :, :ended], b.labels[:, :, :ended])
+    for number, (a, b) in enumerate(zip(before.levels, after.levels)):
+        ended = max(n // a.size - (number == 2), 0)  # the third level waits for the end of the next chunk
+        assert torch.equal(a.labels[:, :, : ended * a.size], b.labels[:, :, : ended * a.size])
         for name in ("mean", "second"):
-            torch.testing.assert_close(
-                getattr(a.known, name)[:, :, : n // a.size], getattr(b.known, name)[:, :, : n // a.size]
-            )
+            torch.testing.assert_close(getattr(a.known, name)[:, :, :ended], getattr(b.known, name)[:, :, :ended])
     found, wanted = (run(SMALL, z, is_causal=True)[:, :, :n] for z in (x, y))
     if x.n_q == y.n_q:
         assert torch.equal(found, wanted)
@@ -56,11 +55,10 @@ def test_later_tokens_change_nothing_before(monkeypatch):
     for n in (1, 15, 16, 17, 38, 64, 74):
         same_prefix(x, later(x, n), n)
 
-    def peeking(q: Tensor, counts: Tensor, size: int) -> Moments:
-        every = moments(q, counts, size)
-        return every.at(torch.full((every.mean.shape[2],), -1))
+    def peeking(*args: Any) -> Sums:
+        return Sums(*(x[:, :, -1:].expand_as(x) for x in sums(*args)))
 
-    monkeypatch.setattr(poles, "moments", peeking)  # control: the metric of all queries, also of those to come
+    monkeypatch.setattr(poles, "sums", peeking)  # control: the metric of all queries, also of those to come
     with pytest.raises(AssertionError):
         same_prefix(x, later(x, 38), 38)
 
@@ -70,9 +68,13 @@ def test_a_longer_sequence_keeps_its_clusters_and_rows():
     for n in (3, 4, 16, 31, 47, 64, 70):
         same_prefix(x.tokens(slice(0, n)), x, n)
     assert planned(SMALL, x.tokens(slice(0, 3)), True).levels == ()
-    blocks, chunks = planned(SMALL, x, True).levels
+    blocks, chunks, again = planned(SMALL, x, True).levels
     assert (blocks.chunks, blocks.size, chunks.chunks, chunks.size) == (18, 4, 4, 16)
     assert (blocks.clusters, chunks.clusters) == (2, 5)
+    assert (again.chunks, again.size, again.clusters) == (3, 16, 5), "all but the last chunk are described again"
+    assert torch.equal(again.labels[:, :, :48], chunks.labels[:, :, :48])
+    assert bool((again.labels[:, :, 48:] == -1).all())
+    assert torch.equal(again.known.mean, chunks.known.mean[:, :, 1:]), "by the queries up to the end of the next chunk"
     assert bool((blocks.labels[:, :, 72:] == -1).all())
     assert bool((blocks.labels[:, :, 0] == -1).all()), "a sink is in no cluster"
 
@@ -87,7 +89,7 @@ def test_padding_leaves_the_clusters_alone(kind, clusters, causal):
     for b in range(2):
         index = keep[b].nonzero().flatten()
         alone = planned(m, x.item(slice(b, b + 1)).tokens(index), causal)
-        assert len(alone.levels) == 1 + causal
+        assert len(alone.levels) == (3 if causal else 1)
         for padded, packed in zip(whole.levels, alone.levels):
             used = packed.chunks * packed.size
             assert torch.equal(padded.labels[b, :, :used], packed.labels[0, :, :used])

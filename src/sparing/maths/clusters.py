@@ -7,6 +7,7 @@ product and sum of k-means is exact in float32: whoever computes it, in any orde
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ _DIGITS = 22  # bits of the largest sum of products
 
 
 class Moments(NamedTuple):
-    """What is known about the queries up to the end of each chunk, in float64."""
+    """What is known about the queries up to the end of each chunk, in float64; earlier chunks may count less."""
 
     mean: Tensor  # (B, H, T, d)
     second: Tensor  # (B, H, T, d, d): mean of q q^T
@@ -50,26 +51,31 @@ class Rows(NamedTuple):
 class Sums(NamedTuple):
     """What `Moments` are made of."""
 
-    total: Tensor  # (B, 1, T, 1) rows
+    total: Tensor  # (B, 1, T, 1) rows, float64
     first: Tensor  # (B, H, T, d)
     second: Tensor  # (B, H, T, d, d)
 
     @property
     def moments(self) -> Moments:
-        total = self.total.clamp_min(1)
+        total = self.total.masked_fill(self.total == 0, 1.0)
         return Moments(self.first / total, self.second / total.unsqueeze(-1))
 
 
-def moments(q: Tensor, counts: Tensor, size: int) -> Moments:
-    """Of q (B, H, T * size, d), for the end of each of T chunks. counts: (B, T * size), False for rows to leave out."""
-    return sums(q, counts, size).moments
+def sums(q: Tensor, counts: Tensor, size: int, remember: float = 1.0, before: Sums | None = None) -> Sums:
+    """Of q (B, H, T * size, d), for the end of each of T chunks. counts: (B, T * size), False for rows to leave out.
 
-
-def sums(q: Tensor, counts: Tensor, size: int) -> Sums:
-    """The same before the division."""
+    remember: what is left, a chunk later, of the weight of a row. before: sums (T = 1) that these go on from.
+    """
     rows = q.masked_fill(~counts[:, None, :, None], 0.0).double().unflatten(2, (-1, size))  # (B, H, T, size, d)
-    total = counts.unflatten(1, (-1, size)).sum(-1).cumsum(-1)[:, None, :, None]
-    return Sums(total, rows.sum(-2).cumsum(2), (rows.mT @ rows).cumsum(2))
+    total = counts.unflatten(1, (-1, size)).sum(-1)[:, None, :, None].double()
+    found = Sums(total, rows.sum(-2), rows.mT @ rows)
+    for one, start in zip(found, (None,) * 3 if before is None else before, strict=True):
+        parts = one.unbind(2)
+        if start is not None:
+            parts[0].add_(start[:, :, 0], alpha=remember)
+        for previous, part in pairwise(parts):
+            part.add_(previous, alpha=remember)
+    return found
 
 
 def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:

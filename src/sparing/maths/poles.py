@@ -18,7 +18,7 @@ from torch import Tensor
 from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws
-from sparing.maths.clusters import Moments, Rows, factor, moments, rows_at, sample, spread_out
+from sparing.maths.clusters import Moments, Rows, factor, rows_at, sample, spread_out, sums
 from sparing.native.multipole import summaries
 
 FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
@@ -26,18 +26,19 @@ NOTHING = 1e-9  # a variance of logits that is taken for rounding
 _TEACHERS = 1024  # queries that a metric is made of, if not causal
 _LESSON = 16  # rows per cluster that k-means learns from
 BLOCKS = 4  # blocks of a chunk
+REMEMBER = 2 ** (-1 / BLOCKS)  # what a query's weight in the moments is a block later: half of it after a chunk
 CHUNK, BLOCK = "multipole chunk", "multipole block"  # what random numbers are drawn for
 
 Cluster = Callable[[Tensor, Tensor, Tensor, Rows, Rows], Tensor]  # `clusters.cluster` with a number of steps
 
 
 class Level(NamedTuple):
-    """One way to cut the keys into chunks, each with its own clusters."""
+    """One way to cut the keys into chunks, each with its own clusters, and to describe these."""
 
     size: int  # keys of a chunk
     clusters: int  # of a chunk
     labels: Tensor  # (B, H, n_k) cluster of each key, numbered through all chunks; -1 for none
-    known: Moments  # of the queries up to the end of each chunk (B, H, T, ...)
+    known: Moments  # of the queries, by which each chunk is described (B, H, T, ...)
 
     @property
     def chunks(self) -> int:
@@ -59,10 +60,10 @@ class Plan:
         """Whether a query, whose key has the rank `own`, sees the clusters of this chunk of a level."""
         if self.block is None or self.grown:
             return torch.ones_like(chunk + own, dtype=torch.bool)
-        if level == 1:
-            return chunk < own // (self.block * BLOCKS)
-        # The clusters of blocks stand in for those of the chunk that is not complete.
-        return (chunk < own // self.block) & (chunk >= own // (self.block * BLOCKS) * BLOCKS)
+        mine = own // (self.block * BLOCKS)
+        if level == 0:  # the clusters of blocks stand in for those of the chunk that is not complete
+            return (chunk < own // self.block) & (chunk >= mine * BLOCKS)
+        return chunk == mine - 1 if level == 1 else chunk < mine - 1
 
 
 class Poles(NamedTuple):
@@ -95,7 +96,7 @@ def plan(
     own = seen - 1
     if not call.is_causal:
         rows, tells = sample(q, tells, _TEACHERS)
-        known = moments(rows, tells, rows.shape[2])
+        known = sums(rows, tells, rows.shape[2]).moments
         usable = (place >= sinks) & (place < count - sinks)
         wanted = torch.tensor([[clusters_of(int(each))] for each in count], device=k.device)
         level = cluster_chunks(k, usable, known, n_k, wanted, call.draws, "multipole", cluster)
@@ -104,10 +105,11 @@ def plan(
     blocks = n // block
     if blocks == 0:
         return Plan((), seen, own, block)
-    # Queries in the order of their keys' ranks: a chunk of keys knows the queries up to its end.
+    # Queries in the order of their keys' ranks: a chunk of keys knows the queries up to its end, or, once the next
+    # chunk is complete too, up to that one's end. Later queries are more like these, above all where positions rotate.
     order = (~present[:, :n]).long().argsort(dim=-1, stable=True)[:, : blocks * block]
     tells = (tells[:, :n] & present[:, :n]).gather(1, order)
-    known = moments(rows_at(q, order), tells, block)
+    known = sums(rows_at(q, order), tells, block, REMEMBER).moments
     usable = (place >= sinks) & (place < count)
     wanted = torch.tensor([[clusters_of(chunk)]], device=k.device)
     levels: tuple[Level, ...] = (
@@ -116,6 +118,8 @@ def plan(
     if chunks := n // chunk:
         ends = known.at(torch.arange(BLOCKS - 1, chunks * BLOCKS, BLOCKS, device=q.device))
         levels += (cluster_chunks(k, usable, ends, chunk, wanted, call.draws, CHUNK, cluster),)
+    if chunks > 1:
+        levels += (later(levels[1], ends.at(torch.arange(1, chunks, device=q.device))),)
     return Plan(levels, seen, own, block)
 
 
@@ -141,6 +145,12 @@ def cluster_chunks(
     labels = torch.full((batch, heads, n_k), -1, device=k.device)
     labels[:, :, :used] = found.flatten(2)
     return Level(size, clusters, labels, known)
+
+
+def later(level: Level, known: Moments) -> Level:
+    """The first chunks of a level, as many as are `known` again: the same clusters, described by other queries."""
+    total = known.mean.shape[2] * level.clusters
+    return level._replace(labels=level.labels.masked_fill(level.labels >= total, -1), known=known)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The past of growing sequences, as multipole decodes from it: clusters that are appended and never made again.
 
 A query's own block of keys is exact. Blocks before it have clusters of their own until their chunk is complete; then
-the chunk's clusters take their place. Keys are counted by their rank among the valid ones, item by item.
+the chunk's clusters take their place, and are described once more when the next chunk is complete, too. Keys are
+counted by their rank among the valid ones, item by item.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sparing import native
 from sparing.draws import Draws
 from sparing.maths import poles
 from sparing.maths.clusters import Moments, Sums, cluster, native_cluster, sums
-from sparing.maths.poles import BLOCKS, Level, Plan, Poles
+from sparing.maths.poles import BLOCKS, REMEMBER, Level, Plan, Poles
 from sparing.native.multipole import multipole_step
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class MultipolePast:
         self.groups = heads // k.shape[1]
         self.counts = [0] * batch  # keys
         self.visible = [0] * batch  # clusters
-        self.told = [0] * batch  # queries that the sums below hold
+        self.told = [0.0] * batch  # weight of the queries that the sums below hold
         self.lost = [0] * batch  # first queries of the block that is not complete, of which nothing is known
         self.place: Tensor | None = None  # (B, .) position of each rank; None while they are the same
         self.first, self.second = (
@@ -141,8 +142,7 @@ class MultipolePast:
         labels[:, :, :held] = ranks["labels"][:, :, :held].long()
         shares = q.new_zeros(batch, heads, n)
         shares[:, :, :held] = ranks["shares"][:, :, :held].log()
-        told = torch.tensor(self.told[items], device=q.device).view(-1, 1, 1, 1)
-        known = Sums(told, self.first[items].unsqueeze(2), self.second[items].unsqueeze(2)).moments
+        known = self._sums(items).moments
         open_ = torch.arange(total, device=q.device) < torch.tensor(self.visible[items], device=q.device).view(-1, 1, 1)
         described = Poles(
             pole["keys"], pole["values"], pole["offset"], pole["weight"], shares,
@@ -194,10 +194,9 @@ class MultipolePast:
             known = Moments(*(x[item : item + 1] for x in known))
         else:
             counts = torch.arange(whole * block, device=q.device) >= self.lost[item]
-            more = sums(done, counts[None], block)
-            first, second = self.first[item, :, None] + more.first, self.second[item, :, None] + more.second
-            known = Sums(self.told[item] + more.total, first, second).moments
-        self.told[item] += whole * block - self.lost[item]
+            known = sums(done, counts[None], block, REMEMBER, self._sums(slice(item, item + 1))).moments
+        for i in range(whole):
+            self.told[item] = self.told[item] * REMEMBER + block - (0 if i else self.lost[item])
         self.lost[item] = 0
         total = self.told[item]
         self.first[item], self.second[item] = known.mean[0, :, -1] * total, known.second[0, :, -1] * total
@@ -208,6 +207,8 @@ class MultipolePast:
         if complete > chunks:
             ends = torch.arange(chunks, complete, device=q.device) * BLOCKS + BLOCKS - 1 - before
             self._add(item, k, v, chunks, complete, known.at(ends), whole=True)
+            if chunks:
+                self._again(item, k, v, chunks - 1, known.at(ends[:1]))
         start = max(before, complete * BLOCKS)
         if after > start:
             recent = torch.arange(start - before, after - before, device=q.device)
@@ -222,19 +223,21 @@ class MultipolePast:
         """Clusters of the whole chunks, or else of the blocks, from `start` to `end`."""
         size, wanted = (self.method.chunk, self.clusters) if whole else (self.block, self.block_clusters)
         at, low, high = self._row(start * (BLOCKS if whole else 1)), start * size, end * size
-        rank = torch.arange(low, high, device=k.device)
-        place = rank if self.place is None else self.place[item, low:high]
         if self.ready:
-            level, (*described, shares) = self._of_prompt(item, start, end, whole)
+            level, described = self._of_prompt(item, start, end, whole)
         else:
-            k, v = (x[item, :, place].to(self.mean.dtype).repeat_interleave(self.groups, 0)[None] for x in (k, v))
+            k, v = self._rows(item, k, v, low, high)
             cut = partial(native_cluster if native.ready(k) else cluster, steps=self.method.steps)
-            usable, many = (rank >= self.method.sinks).unsqueeze(0), torch.tensor([[wanted]], device=k.device)
-            purpose = poles.CHUNK if whole else poles.BLOCK
+            usable = (torch.arange(low, high, device=k.device) >= self.method.sinks).unsqueeze(0)
+            many, purpose = torch.tensor([[wanted]], device=k.device), poles.CHUNK if whole else poles.BLOCK
             level = poles.cluster_chunks(k, usable, known, size, many, self.draws, purpose, cut, start)
-            *described, shares = poles.described(k, v, level, self.scale)
+            if whole:  # those before the last are described by the queries up to the end of the next
+                after = torch.arange(1, end - start + 1, device=k.device).clamp_max(end - start - 1)
+                level = level._replace(known=known.at(after))
+            described = list(poles.described(k, v, level, self.scale))
 
         # Ranks sorted by cluster, those outside all clusters last.
+        *summaries, shares = described
         total = level.chunks * level.clusters
         slot = torch.where(level.labels < 0, total, level.labels)
         sizes = torch.zeros(*slot.shape[:2], total + 1, dtype=torch.int32, device=k.device)
@@ -247,14 +250,35 @@ class MultipolePast:
 
         count = (end - start) * wanted
         self._make_room(at + count + _SLACK, high)
-        for store, x in zip(self.poles.values(), (*described, begin, sizes), strict=True):
+        for store, x in zip(self.poles.values(), (*summaries, begin, sizes), strict=True):
             slots = store[item, :, at : at + count].unflatten(1, (end - start, wanted))
             slots.zero_()
             slots[:, :, : level.clusters] = x[0].unflatten(1, (end - start, level.clusters))
         for name, y in (("labels", number), ("shares", shares), ("members", slot.argsort(dim=2, stable=True) + low)):
             self.ranks[name][item, :, low:high] = y[0]
 
-    def _of_prompt(self, item: int, start: int, end: int, whole: bool) -> tuple[Level, tuple[Tensor, ...]]:
+    def _again(self, item: int, k: Tensor, v: Tensor, chunk: int, known: Moments) -> None:
+        """Describe the clusters of a chunk by other queries."""
+        at, low, high = self._row(chunk * BLOCKS), chunk * self.method.chunk, (chunk + 1) * self.method.chunk
+        labels = self.ranks["labels"][item, :, low:high].long()
+        level = Level(self.method.chunk, self.clusters, torch.where(labels < 0, -1, labels - at)[None], known)
+        k, v = self._rows(item, k, v, low, high)
+        *summaries, shares = poles.described(k, v, level, self.scale)
+        for store, x in zip(self.poles.values(), summaries, strict=False):  # where members are stays
+            store[item, :, at : at + self.clusters] = x[0]
+        self.ranks["shares"][item, :, low:high] = shares[0]
+
+    def _rows(self, item: int, k: Tensor, v: Tensor, low: int, high: int) -> list[Tensor]:
+        """Keys and values of these ranks, (1, H, ., .)."""
+        place = slice(low, high) if self.place is None else self.place[item, low:high]
+        return [x[item, :, place].to(self.mean.dtype).repeat_interleave(self.groups, 0)[None] for x in (k, v)]
+
+    def _sums(self, items: slice) -> Sums:
+        """What is known about the queries of some items."""
+        told = torch.tensor(self.told[items], dtype=torch.float64, device=self.first.device).view(-1, 1, 1, 1)
+        return Sums(told, self.first[items].unsqueeze(2), self.second[items].unsqueeze(2))
+
+    def _of_prompt(self, item: int, start: int, end: int, whole: bool) -> tuple[Level, list[Tensor]]:
         """What was found for these chunks or blocks when the prompt's attention was computed."""
         level, described = self.ready[1 if whole else 0]
         ranks, rows = (slice(start * each, end * each) for each in (level.size, level.clusters))
@@ -262,7 +286,14 @@ class MultipolePast:
         labels = torch.where(labels < 0, -1, labels - start * level.clusters)
         known = level.known.at(torch.arange(start, end, device=labels.device))
         *summaries, shares = (x[item : item + 1] for x in described)
-        found = (*(x[:, :, rows] for x in summaries), shares[:, :, ranks])
+        found = [*(x[:, :, rows] for x in summaries), shares[:, :, ranks]]
+        if whole and end - start > 1:  # all but the last were described again
+            _, again = self.ready[2]
+            used = [(end - start - 1) * each for each in (*[level.clusters] * len(summaries), level.size)]
+            found = [
+                torch.cat([y[item : item + 1, :, :m], x[:, :, m:]], 2)
+                for x, y, m in zip(found, again, used, strict=True)
+            ]
         return Level(level.size, level.clusters, labels, Moments(*(x[item : item + 1] for x in known))), found
 
     def _make_room(self, clusters: int, keys: int) -> None:
@@ -288,8 +319,7 @@ class MultipolePast:
             self.visible[item] = self._row(blocks)
             self.ranks["labels"][item, :, blocks * self.block :] = -1
             if n // self.method.chunk > chunks and blocks > chunks * BLOCKS:  # one summary stood for these blocks
-                told = torch.tensor(self.told[item], device=k.device).view(1, 1, 1, 1)
-                known = Sums(told, self.first[item, None, :, None], self.second[item, None, :, None]).moments
+                known = self._sums(slice(item, item + 1)).moments
                 again = known.at(torch.zeros(blocks - chunks * BLOCKS, dtype=torch.long, device=k.device))
                 self._add(item, k, v, chunks * BLOCKS, blocks, again, whole=False)
 

@@ -128,6 +128,14 @@ struct Exact {
   T share[kKeys];
 };
 
+// The number of the level that a cluster belongs to.
+template <class T>
+SPARING_INLINE int level_with(const Multipole<T>& call, int64_t cluster) {
+  int level = 0;
+  while (level + 1 < call.levels && cluster >= call.level[level + 1].base) ++level;
+  return level;
+}
+
 // One block of queries against all summaries and the keys near by.
 template <class T>
 struct MultipoleBlock {
@@ -144,9 +152,11 @@ struct MultipoleBlock {
   T least[kRows] = {};                             // what a cluster must be worth to be expanded
 
   const Level<T>& level_of(int64_t key) const {
-    // Clusters of blocks stand in for those of the chunk that is not complete.
-    const bool old = call.block && call.levels > 1 && key < own[0] / call.level[1].size * call.level[1].size;
-    return call.level[old ? 1 : 0];
+    // Clusters of blocks stand in for those of the chunk that is not complete, and the last complete one is described
+    // by other queries than those before it.
+    if (!call.block || call.levels < 2) return call.level[0];
+    const int64_t size = call.level[1].size, mine = own[0] / size * size;
+    return call.level[key >= mine ? 0 : key >= mine - size ? 1 : 2];
   }
 
   // The cluster that stands for a key, or -1.
@@ -161,7 +171,7 @@ struct MultipoleBlock {
 
   int64_t size_of(int64_t cluster) const {
     const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels);
-    const int64_t at = cluster + (call.levels > 1 && cluster >= call.level[1].base ? 1 : 0);
+    const int64_t at = cluster + level_with(call, cluster);
     return bounds[at + 1] - bounds[at];
   }
 
@@ -185,9 +195,11 @@ struct MultipoleBlock {
         const Level<T>& fine = call.level[0];
         int64_t old = 0;
         if (call.levels > 1) {
-          old = mine / call.level[1].size;
-          show(call.level[1].base, call.level[1].base + old * call.level[1].clusters);
-          old = old * (call.level[1].size / fine.size);
+          const Level<T>&last = call.level[1], &before = call.level[2];
+          old = mine / last.size;
+          if (old > 1) show(before.base, before.base + (old - 1) * before.clusters);
+          if (old > 0) show(last.base + (old - 1) * last.clusters, last.base + old * last.clusters);
+          old = old * (last.size / fine.size);
         }
         show(old * fine.clusters, mine / fine.size * fine.clusters);
       }
@@ -643,7 +655,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
   for (int64_t cluster = 0, from = 0; cluster < call.clusters; ++cluster) {
     const int64_t end = memory.first[cluster];  // counted up to the end above
     if (from == end) continue;
-    const int later = call.levels > 1 && cluster >= call.level[1].base;
+    const int later = level_with(call, cluster);
     const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels) + cluster + later;
     const int32_t* members = call.level[later].members + unit * call.keys;
     const int64_t last = call.level[later].base + call.level[later].total - cluster;

@@ -78,7 +78,7 @@ struct Multipole {
   int64_t means;             // chunks of level 0; 0: no summaries
   const T *pole_keys, *pole_values;  // [items][heads][clusters][depth], [...][width]; values times weight
   const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
-  Level<T> level[2];
+  Level<T> level[3];
   int64_t levels;
   const int32_t* bounds;  // [items][heads][clusters + 1] where a cluster's members begin
   int64_t before, after;  // exact neighbours; -1: none, not even the query's own key

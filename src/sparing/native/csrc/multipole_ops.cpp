@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
     call.tolerance = T(tolerance);
     STD_TORCH_CHECK(levels.dim() == 2, "levels must have 2 axes");
     call.levels = levels.size(0);
-    STD_TORCH_CHECK(block ? call.levels <= 2 : call.levels == 1, "there must be one level, or up to two if causal");
+    STD_TORCH_CHECK(block ? call.levels <= 3 : call.levels == 1, "there must be one level, or up to three if causal");
     const int64_t* describe = packed<int64_t>("levels", levels, {call.levels, 3});
     const int64_t* every_label = packed<int64_t>("labels", labels, {call.levels, b, h, call.keys});
     const T* every_share = packed<T>("shares", shares, {call.levels, b, h, call.keys});
@@ -175,8 +175,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
         STD_TORCH_CHECK(level.labels[j] >= -1 && level.labels[j] < level.total, "labels holds a cluster beyond the last");
       if (block)
         for (int64_t j = 0; j < b * n; ++j)
-          STD_TORCH_CHECK(call.own[j] / level.size <= chunks, "there are fewer chunks than the queries need");
+          STD_TORCH_CHECK(call.own[j] / level.size <= chunks + (i == 2), "there are fewer chunks than the queries need");
     }
+    STD_TORCH_CHECK(call.levels < 3 || call.level[2].size == call.level[1].size, "the last two levels must be alike");
+    if (call.levels == 2)  // the third begins with the second chunk
+      for (int64_t j = 0; j < b * n; ++j)
+        STD_TORCH_CHECK(call.own[j] / call.level[1].size <= 1, "there are fewer levels than the queries need");
     STD_TORCH_CHECK(!call.levels || call.means == describe[2], "there must be one mean per chunk of the first level");
     STD_TORCH_CHECK(base == c, "there must be one summary per cluster");
     torch::stable::parallel_for(0, b * h, 1, [&](int64_t begin, int64_t end) {
