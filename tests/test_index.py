@@ -101,7 +101,7 @@ def densely(index: sparing.Index, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it decode by the specification."""
     from sparing.methods.multipole_past import MultipolePast
 
-    monkeypatch.setattr(MultipolePast, "attend", MultipolePast.attend_densely)
+    monkeypatch.setattr(MultipolePast, "attend", lambda self, *args: self.attend_densely(*args[:5]))
 
 
 # One token at a time from the start, pieces that cross blocks and chunks, whole chunks, and one token after a prompt.
@@ -238,8 +238,18 @@ def test_clusters_are_appended_and_never_made_again():
         whole = {name: rows if name in ("begin", "size") else max(rows - 8, 0) for name in past.poles}
         kept = {name: store[:, :, : whole[name]].clone() for name, store in past.poles.items()}
         last = past.poles["keys"][:, :, max(rows - 8, 0) : rows].clone()
-        assert past.visible == [rows + (n + 1) % 32 // 8 * 2]
+        assert past.visible.tolist() == [rows + (n + 1) % 32 // 8 * 2]
     assert rows == 48
+
+
+@KINDS
+def test_one_tensor_may_hold_the_queries_of_all_steps(spec):
+    x, index = sequence(), sparing.Index(spec, seed=3)
+    index.attention(*x.part(0, 50))
+    buffer, outs = torch.empty_like(x.q[:, :, :1]), []
+    for n in range(50, 110):
+        outs.append(index.attention(buffer.copy_(x.q[:, :, n : n + 1]), *x.part(n, n + 1)[1:]))
+    torch.testing.assert_close(torch.cat(outs, dim=2), at_once(x, spec).output[:, :, 50:], rtol=0, atol=1e-9)
 
 
 @KINDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -97,18 +97,28 @@ class Index:
             self._learn(query, key, value, keep)
             self.statistics = found.statistics
             return found.output
+        return self.advance(query, key, value, keep)
+
+    def advance(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
+        """`attention` after a prompt, for arguments that `fits` and `agrees` have found right. keep: [B, n]."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
         with _plainly(query):
-            q, k, v, spoiled = self._clean(query, key, value, keep)
-            if self.method.covers(key.shape[2]):
-                out, self.statistics = self._exact(q, k, v, keep), {}
-                self._take_in(q, k, v, keep)
-            elif self._past is None:
-                out, self.statistics = self.method.step(_wide(q), k, v, keep, self._scale(query))
-            else:
-                fresh = self._fresh(keep, query.shape[2])
-                out, self.statistics = self._past.step(_wide(q), _wide(k), _wide(v), fresh, self.length)
+            fresh, spoiled, done = self._fresh(keep, query.shape[2]), None, None
+            covered = self.method.covers(key.shape[2])
+            if self._past is not None and not self._odd and not covered:
+                done = self._past.step(_wide(query), _wide(key), _wide(value), fresh, self.length, clean=False)
+            if done is None:
+                q, k, v, spoiled = self._clean(query, key, value, keep)
+                if covered:
+                    done = self._exact(q, k, v, keep), {}
+                    self._take_in(q, k, v, keep)
+                elif self._past is None:
+                    done = self.method.step(_wide(q), k, v, keep, self._scale(query))
+                else:
+                    done = self._past.step(_wide(q), _wide(k), _wide(v), fresh, self.length, clean=True)
+            assert done is not None
+            out, self.statistics = done
             self._seen(query, key, value, keep)
             out = out.to(query.dtype)
             return out if spoiled is None else out.masked_fill(spoiled, torch.nan)
@@ -174,6 +184,8 @@ class Index:
 
     def _arriving(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
         """The mask as (B, n), or None; every size is checked before anything changes."""
+        if attn_mask is None and self._keep is None and self._goes_on(query, key, value):
+            return None  # the usual step, at a glance
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.ndim != 4:
                 raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
@@ -215,6 +227,14 @@ class Index:
         if not self.agrees(keep):
             raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
         return keep
+
+    def _goes_on(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether these are, beyond doubt, the next positions of what it follows."""
+        q, k, v = query.shape, key.shape, value.shape
+        if not len(q) == len(k) == len(v) == 4 or not query.dtype == key.dtype == value.dtype:
+            return False
+        grows = 0 < self.length < k[2] == self.length + q[2]
+        return grows and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3] and self.fits(query, key, value)
 
     def fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether heads, sizes, type and batch are those that it follows."""
@@ -271,7 +291,9 @@ class Index:
         return whole.q[:, :, -n:].to(query.dtype), whole.k, whole.v, spoiled
 
     def _seen(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
-        self.length, self._batch, self._kind = key.shape[2], query.shape[0], _kind(query, key, value)
+        if self._kind is None:
+            self._batch, self._kind = query.shape[0], _kind(query, key, value)
+        self.length = key.shape[2]
         self._keep = None if keep is None else keep.clone()
 
     def _exact(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
@@ -296,7 +318,7 @@ def _plainly(x: Tensor) -> AbstractContextManager[object]:
     """No gradient, no autocast, and no inference mode, whose tensors could not be written to outside it."""
     kind = x.device.type
     if not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(kind):
-        return torch.no_grad()
+        return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.autocast(kind, enabled=False))

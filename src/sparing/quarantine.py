@@ -7,6 +7,7 @@ Queries and keys so large that their products overflow are shrunk, each as a who
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, cal
         k = k.masked_fill(padded[:, None, :, None], 0.0)
         payload = payload.masked_fill(padded.view(padded.shape[0], *[1] * (payload.ndim - 3), -1, 1), 0.0)
     spoiled = None
-    limit = _limit(q.dtype)
+    limit = limit_of(q.dtype)
     if not all(_largest(t) <= limit for t in (q, k, payload)):
         bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
         bad_v = ~payload.isfinite()
@@ -51,10 +52,17 @@ def is_tame(tensor: Tensor) -> bool:
     16-bit types are computed in float32.
     """
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return float(torch.linalg.vector_norm(tensor, dtype=wide)) <= _limit(wide)
+    return float(torch.linalg.vector_norm(tensor, dtype=wide)) <= limit_of(wide)
 
 
-def _limit(dtype: torch.dtype) -> float:
+def are_tame(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
+    """The same of q, and of k and v (B, H, n, .) from position `start` on."""
+    return all(is_tame(x) for x in (q, k[:, :, start:], v[:, :, start:]))
+
+
+@cache
+def limit_of(dtype: torch.dtype) -> float:
+    """The norm up to which everything is surely tame."""
     return torch.finfo(dtype).max ** 0.5 / 1e7  # products times a scale of up to 1e8 stay finite
 
 

@@ -48,7 +48,7 @@ def last_rows(past, q, rows, keep=None):
     assert max(max(row) for row in own) >= 0
     if keep is not None and rows > 1:
         own[0][0] = -1  # padding
-    return q[:, :, :rows].contiguous(), own
+    return q[:, :, :rows].contiguous(), torch.tensor(own)
 
 
 def both(past, q, k, v, own):
@@ -131,16 +131,17 @@ def whole_call(n=43) -> dict[str, Any]:
     names = ("pole_keys", "pole_values", "offset", "weight", "spread", "scatter", "begin", "size")
     return {
         "q": q[:, :, -1:].contiguous(), "k": k, "v": v, "place": torch.arange(n).repeat(2, 1),
-        "own": torch.full((2, 1), n - 1), "visible": torch.tensor(past.visible), "mean": past.mean,
+        "own": torch.full((2, 1), n - 1), "visible": past.visible, "mean": past.mean,
         "variance": past.variance, **dict(zip(names, past.poles.values(), strict=True)), **past.ranks,
         "block": past.block, "before": 4, "sinks": 1, "keys": 9, "second": True, "by_mass": False, "cap": 2.0,
-        "tolerance": 0.01, "scale": 0.25,
+        "tolerance": 0.01, "scale": 0.25, "fresh_from": n - 1, "limit": 1e9,
     }  # fmt: skip
 
 
 def test_opcheck():
     torch.library.opcheck(torch.ops.sparing.multipole_step, tuple(whole_call().values()))
-    torch.library.opcheck(torch.ops.sparing.multipole_step, tuple({**whole_call(), "place": None}.values()))
+    some = {**whole_call(), "place": None, "own": None}
+    torch.library.opcheck(torch.ops.sparing.multipole_step, tuple(some.values()))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,9 @@ def test_opcheck():
         ({"visible": torch.tensor([12])}, "visible"),
         ({"place": torch.arange(42).repeat(2, 1)}, "place"),
         ({"place": torch.arange(43)}, "place"),
+        ({"fresh_from": -1}, "fresh_from"),
+        ({"fresh_from": 44}, "fresh_from"),
+        ({"limit": 1e-3}, "beyond limit"),
         ({"mean": torch.randn(2, 4, 9)}, "mean"),
         ({"variance": torch.randn(2, 4).double()}, "variance"),
         ({"weight": torch.randn(2, 4, 3)}, "weight"),

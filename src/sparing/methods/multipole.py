@@ -22,6 +22,7 @@ from sparing.methods.multipole_past import MultipolePast
 from sparing.native import multipole as native
 
 _SCORES = 2**22  # logits that are held at once
+_LIGHT = 1 / 16  # of a tolerance, and of a fair share: summaries of less mass are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,13 @@ class Multipole(Method):
     e_ic = (mass of c) * sqrt(expm1(min(a_ic, cap))) * (spread of the values of c) the predicted error of the *output*.
     Each query expands the clusters of the largest e_ic^2 per key until `keys` keys are spent. A budget of all keys is
     exact attention. With a tolerance, `keys` is a maximum: clusters with e_ic^2 per key <= (tolerance * mass of all
-    keys * usual spread of values in a cluster)^2 stay summaries, so that queries and heads read what they need.
+    keys * usual spread of values in a cluster)^2 stay summaries, so that queries and heads read what they need, and
+    summaries of less than a sixteenth of the tolerance, and of an equal share of the mass, are left out.
 
-    Causal: keys are clustered once a chunk is complete, knowing the queries up to its end, and a quarter of a chunk
-    at a time before; a query sees its own quarter exactly. As the sequence grows, a key is clustered at most twice.
+    Causal: keys are clustered once a chunk is complete, knowing the queries up to its end (each counts half as much a
+    chunk later), and a quarter of a chunk at a time before; a query sees its own quarter exactly. When the next chunk
+    is complete, the clusters are described again, by the queries up to there. As the sequence grows, a key is clustered
+    at most twice.
 
     After clustered attention (Vyas et al. 2020), Multipole Attention (Hooper et al. 2025) and the fast multipole
     method. `inspect()` notes, each [B, H, n_q], `error`: the predicted distance to exact attention, `touched`: the keys
@@ -183,9 +187,12 @@ class Multipole(Method):
             worth = (error if self.select == "error" else mass.square()) / left.clamp_min(1)
             if self.tolerance:
                 near = (logits.masked_fill(~exact, -torch.inf).logsumexp(-1, keepdim=True) - top).exp()
-                seen_members = members.masked_fill(score == -torch.inf, 0.0)
-                least = self._least(near + mass.sum(-1, keepdim=True), seen_members, scatter)
+                every, shown = near + mass.sum(-1, keepdim=True), score > -torch.inf
+                least = self._least(every, members.masked_fill(~shown, 0.0), scatter)
                 chosen = expand(worth.masked_fill(worth <= least, 0.0), left, self.keys)
+                fair = shown.sum(-1, keepdim=True).clamp_min(1).to(q.dtype).reciprocal()
+                light = (mass < _LIGHT * fair.clamp_max(self.tolerance) * every) & ~chosen
+                score = score.masked_fill(light, -torch.inf)
             else:
                 everything = (left.sum(-1, keepdim=True) <= self.keys) & (left > 0)
                 chosen = expand(worth, left, self.keys) | everything
@@ -239,7 +246,8 @@ class Multipole(Method):
         together = min(self.chunk, n) if shape.causal else n
         each = self.clusters_of(together)
         lessons = (1 + self.steps * min(16 * each / max(together, 1), 1.0)) * (1 + 1 / BLOCKS if shape.causal else 1)
-        clustering = n * (2 * d * each * lessons + 6 * d * d + 4 * (d + e))
+        described = 2 * d * d + 4 * (d + e)
+        clustering = n * (2 * d * each * lessons + 4 * d * d + described * (3 if shape.causal else 1))
         poles_seen = each * (n / max(together, 1) / 2 if shape.causal else 1)
         near = (self.window + self.sinks + self.chunk / BLOCKS / 2) if shape.causal else self.window + 2 * self.sinks
         exact = min(self.keys + near, n / 2 if shape.causal else n)

@@ -7,6 +7,7 @@ counted by their rank among the valid ones, item by item.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from sparing.maths import poles
 from sparing.maths.clusters import Moments, Sums, cluster, native_cluster, sums
 from sparing.maths.poles import BLOCKS, REMEMBER, Level, Plan, Poles
 from sparing.native.multipole import multipole_step
+from sparing.quarantine import are_tame, limit_of
 
 if TYPE_CHECKING:
     from sparing.methods.multipole import Multipole
@@ -45,7 +47,7 @@ class MultipolePast:
         batch, heads, _, d = q.shape
         self.groups = heads // k.shape[1]
         self.counts = [0] * batch  # keys
-        self.visible = [0] * batch  # clusters
+        self.visible = torch.zeros(batch, dtype=torch.long)  # clusters
         self.told = [0.0] * batch  # weight of the queries that the sums below hold
         self.lost = [0] * batch  # first queries of the block that is not complete, of which nothing is known
         self.place: Tensor | None = None  # (B, .) position of each rank; None while they are the same
@@ -53,6 +55,7 @@ class MultipolePast:
             q.new_zeros(batch, *size, dtype=torch.float64) for size in ((heads, d), (heads, d, d))
         )
         self.pending = q.new_zeros(batch, heads, self.block, d)  # queries of the block that is not complete
+        self.newest: list[Tensor] = []  # of which the last, if every item has them, still have to be put there
         self.mean, self.variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
         # Levels of the prompt with what describes them, where somebody has them; used once.
         self.ready: list[tuple[Level, tuple[Tensor, ...]]] = []
@@ -68,14 +71,22 @@ class MultipolePast:
     # What the past looks like to queries.
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Attention of the newest queries, which are then learnt from. Rows of padding give zeros."""
         n, every = self.counts[0], slice(0, len(self.counts))
-        if q.shape[2] == 1 and fresh is None and self.place is None and self.counts == [n] * len(self.counts):
-            found = self.attend(q, k, v, [[n]] * len(self.counts), every)
+        plain = q.shape[2] == 1 and fresh is None and self.place is None and self.counts == [n] * len(self.counts)
+        if not clean and not (plain and native.ready(q)) and not are_tame(q, k, v, length):
+            return None
+        if plain:
+            try:  # the kernel looks by the way whether all is tame
+                found = self.attend(q, k, v, None, every, length, math.inf if clean else limit_of(q.dtype))
+            except RuntimeError:
+                if are_tame(q, k, v, length):
+                    raise
+                return None
             if (n + 1) % self.block:
-                self.pending.select(2, n % self.block).copy_(q.select(2, 0))
+                self.newest.append(q.clone())
                 self.counts = [n + 1] * len(self.counts)
             else:
                 for item in range(len(self.counts)):
@@ -83,9 +94,8 @@ class MultipolePast:
         else:
             new = self._put(fresh, q, length)
             if q.shape[2] == 1:
-                found = self.attend(
-                    q, k, v, [[n if rows else -1] for n, rows in zip(self.counts, new, strict=True)], every
-                )
+                own = torch.tensor([[n if rows else -1] for n, rows in zip(self.counts, new, strict=True)])
+                found = self.attend(q, k, v, own, every)
                 for item, rows in enumerate(new):
                     self._learn(item, q[item, :, rows], k, v)
             else:
@@ -103,34 +113,41 @@ class MultipolePast:
             n = self.counts[item]
             now, rows = rows[: self.block - n % self.block], rows[self.block - n % self.block :]
             queries = q[one, :, now]
-            part = self.attend(queries, k[one], v[one], [list(range(n, n + len(now)))], one)
+            part = self.attend(queries, k[one], v[one], torch.arange(n, n + len(now)).unsqueeze(0), one)
             for whole, some in zip(found, part, strict=True):
                 whole[:, :, now] = some
             self._learn(item, queries[0], k, v)
         return found
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, own: list[list[int]], items: slice) -> Found:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, own: Tensor | None, items: slice, fresh_from: int = 0,
+        limit: float = math.inf,
+    ) -> Found:  # fmt: skip
         """For q (B, H, n_q, d), k, v (B, H_kv, n, .) of some items.
 
-        own: the rank of each query's own key, -1 for padding; those of an item lie in the block that is not complete.
+        own: (B, n_q) rank of each query's own key, -1 for padding; those of an item lie in the block that is not
+        complete; None: the last key. On the CPU. fresh_from, limit: as of `multipole_step`.
         """
         if not native.ready(q):
             return self.attend_densely(q, k, v, own, items)
         m, place, poles, ranks = self.method, self.place, self.poles, self.ranks
-        mean, variance = self.mean, self.variance
-        if len(own) < len(self.counts):
+        mean, variance, visible = self.mean, self.variance, self.visible
+        if len(q) < len(self.counts):
             poles, ranks = ({name: x[items] for name, x in store.items()} for store in (poles, ranks))
             place, mean, variance = None if place is None else place[items], mean[items], variance[items]
+            visible = visible[items]
         return multipole_step(
-            q, k, v, place, torch.tensor(own), torch.tensor(self.visible[items]), mean, variance, poles, ranks,
+            q, k, v, place, own, visible, mean, variance, poles, ranks,
             self.block, m.window, m.sinks, m.keys, m.order == 2, m.select == "mass", m.cap, m.tolerance, self.scale,
+            fresh_from, limit,
         )  # fmt: skip
 
-    def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: list[list[int]], items: slice) -> Found:
+    def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: Tensor | None, items: slice) -> Found:
         """`attend` by the method's specification."""
         batch, heads, n_q, _ = q.shape
         n = k.shape[2]
-        rank = torch.tensor(own, device=q.device)
+        rank = torch.full((batch, n_q), n - 1) if own is None else own
+        rank = rank.to(q.device)
         if self.place is not None:
             order = pad(self.place[items], (0, n))[:, None, :n, None]
             k, v = k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
@@ -143,7 +160,7 @@ class MultipolePast:
         shares = q.new_zeros(batch, heads, n)
         shares[:, :, :held] = ranks["shares"][:, :, :held].log()
         known = self._sums(items).moments
-        open_ = torch.arange(total, device=q.device) < torch.tensor(self.visible[items], device=q.device).view(-1, 1, 1)
+        open_ = torch.arange(total, device=q.device) < self.visible[items].to(q.device).view(-1, 1, 1)
         described = Poles(
             pole["keys"], pole["values"], pole["offset"], pole["weight"], shares,
             torch.where(open_, pole["size"], 0).to(q.dtype), pole["spread"], pole["scatter"],
@@ -179,6 +196,7 @@ class MultipolePast:
 
     def _learn(self, item: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The queries (H, m, d) of the item's next m keys."""
+        self._settle()
         n, block = self.counts[item], self.block
         kept = n % block
         self.counts[item] = n + q.shape[1]
@@ -214,6 +232,13 @@ class MultipolePast:
             recent = torch.arange(start - before, after - before, device=q.device)
             self._add(item, k, v, start, after, known.at(recent), whole=False)
         self.visible[item] = self._row(after)
+
+    def _settle(self) -> None:
+        """Put the newest queries to the others of their block, all at once: one by one takes longer."""
+        if self.newest:
+            last = self.counts[0] % self.block
+            self.pending[:, :, last - len(self.newest) : last] = torch.cat(self.newest, dim=2)
+            self.newest = []
 
     def _row(self, block: int) -> int:
         """The first cluster of a block: clusters of complete chunks come first."""
@@ -308,6 +333,7 @@ class MultipolePast:
 
     def crop(self, length: int, k: Tensor, v: Tensor) -> None:
         """Forget positions from `length` on. What was learnt from their queries stays."""
+        self._settle()
         for item, n in enumerate(self.counts):
             left = min(n, length) if self.place is None else int((self.place[item, :n] < length).sum())
             self.counts[item] = left
@@ -325,8 +351,10 @@ class MultipolePast:
 
     def select(self, items: Tensor) -> None:
         """Go on with these items, in this order; an item may appear again."""
+        self._settle()
         chosen = items.tolist()
-        for name in ("counts", "visible", "told", "lost"):
+        self.visible = self.visible[chosen]
+        for name in ("counts", "told", "lost"):
             setattr(self, name, [getattr(self, name)[i] for i in chosen])
         for name in ("first", "second", "pending", "mean", "variance"):
             setattr(self, name, getattr(self, name).index_select(0, items))

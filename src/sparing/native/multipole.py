@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,11 +30,11 @@ schemas.define(
 )
 
 schemas.define(
-    "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor own, Tensor visible, Tensor mean,"
+    "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor? own, Tensor visible, Tensor mean,"
     " Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread,"
     " Tensor scatter, Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int block, int before,"
-    " int sinks, int keys, bool second, bool by_mass, float cap, float tolerance, float scale)"
-    " -> (Tensor out, Tensor lse, Tensor error, Tensor touched, Tensor summaries)"
+    " int sinks, int keys, bool second, bool by_mass, float cap, float tolerance, float scale, int fresh_from,"
+    " float limit) -> (Tensor out, Tensor lse, Tensor error, Tensor touched, Tensor summaries)"
 )
 
 
@@ -146,7 +147,7 @@ def multipole_step(
     k: Tensor,
     v: Tensor,
     place: Tensor | None,
-    own: Tensor,
+    own: Tensor | None,
     visible: Tensor,
     mean: Tensor,
     variance: Tensor,
@@ -161,20 +162,24 @@ def multipole_step(
     cap: float,
     tolerance: float,
     scale: float,
+    fresh_from: int = 0,
+    limit: float = math.inf,
 ) -> tuple[Tensor, ...]:
     """What `multipole` returns, for queries (B, H, n_q, d) after a past in clusters; k, v are (B, H_kv, n, .).
 
     Summaries count among what was read, too.
 
-    place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none. visible:
-    (B,) clusters. mean, variance: (B, H, d) and (B, H) of the queries. poles, ranks: as `MultipolePast` holds them.
+    place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none; None: the
+    last key. visible: (B,) clusters. mean, variance: (B, H, d) and (B, H) of the queries. poles, ranks: as
+    `MultipolePast` holds them. RuntimeError is raised if the norm of q, and of k and v from position `fresh_from` on,
+    together is beyond the limit, or is no number.
     There is no gradient.
     """
     q, k, v = (adjacent(x) for x in (q, k, v))
     return torch.ops.sparing.multipole_step(
         q, k, v, place, own, visible, mean, variance, *(poles[name] for name in _POLES),
         *(ranks[name] for name in ("labels", "shares", "members")), block, before, sinks, keys, second, by_mass, cap,
-        tolerance, scale,
+        tolerance, scale, fresh_from, limit,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def decode(
         choice.tally.covered += covered
         choice.tally.exact_calls += not covered
         return None
-    out = index.attention(query, key, value, keep)
+    out = index.advance(query, key, value, keep)
     choice.tally.add_step(choice.method, query, key, value, keep, index.statistics)
     return out
 

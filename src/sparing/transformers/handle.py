@@ -71,7 +71,7 @@ class Handle:
         """
         layers = []
         for index, choice in self._choices.items():
-            layers.append(LayerStatistics(self._layers[index].name, choice.method, choice.tally))
+            layers.append(LayerStatistics(self._layers[index].name, choice.method, choice.tally.settle()))
             if reset:
                 choice.tally = Tally()
         return Statistics(tuple(copy.deepcopy(layer) for layer in layers))

@@ -11,6 +11,8 @@ from torch import Tensor
 from sparing.method import Method, Projection, Shape
 from sparing.method import method as _method
 
+_LATER = 256  # steps whose counts are read together
+
 
 @dataclass
 class Tally:
@@ -28,6 +30,7 @@ class Tally:
     rate: float = 0.0  #: shares of the features that were sampled, summed over valid keys (mean over heads)
     flops: float = 0.0
     exact_flops: float = 0.0
+    later: list[tuple[Tensor, float]] = field(default_factory=list, repr=False)  #: of `settle`
 
     def add(
         self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, mask: Tensor | None,
@@ -71,15 +74,26 @@ class Tally:
         """Count a call that continued a cache; without the clusters that it may have made."""
         batch, heads, n_q, _ = query.shape
         keys = batch * key.shape[2] if keep is None else int(keep.sum())
-        touched = float(facts["touched"].sum())
         shown = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2))
         self.steps += 1
         self.queries += query.shape[0] * query.shape[1] * query.shape[2]
-        self.touched += touched
         self.shown += shown
         each = 2.0 * key.shape[3] + 2.0 * value.shape[3] + 1.0
-        self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
         self.exact_flops += each * shown
+        if method.oracle:  # looks at everything first
+            self.flops += each * shown
+        self.later.append((facts["touched"], 0.0 if method.oracle else each))
+        if len(self.later) >= _LATER:
+            self.settle()
+
+    def settle(self) -> Tally:
+        """Read the counts that steps left to be read later: each takes as long as half a step."""
+        for touched, each in self.later:
+            count = float(touched.sum())
+            self.touched += count
+            self.flops += each * count
+        self.later = []
+        return self
 
     def add_values(self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float) -> None:
         """Count a call whose weights somebody else computed, in `other_flops`, and whose values were sampled.

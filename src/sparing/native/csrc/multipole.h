@@ -128,6 +128,13 @@ struct Exact {
   T share[kKeys];
 };
 
+// Of the mass of all keys: summaries of less are left out, if there is a tolerance.
+template <class T>
+SPARING_INLINE T light_share(T tolerance, int64_t clusters) {
+  const T fair = T(1) / T(clusters > 1 ? clusters : 1);
+  return (tolerance < fair ? tolerance : fair) / T(16);
+}
+
 // The number of the level that a cluster belongs to.
 template <class T>
 SPARING_INLINE int level_with(const Multipole<T>& call, int64_t cluster) {
@@ -150,6 +157,7 @@ struct MultipoleBlock {
   Int<T> from = 0;  // causal: all keys from here on are exact
   T near_top[kRows] = {}, near_total[kRows] = {};  // of the keys near by, if there is a tolerance
   T least[kRows] = {};                             // what a cluster must be worth to be expanded
+  T light[kRows] = {};                             // summaries of less mass are left out
 
   const Level<T>& level_of(int64_t key) const {
     // Clusters of blocks stand in for those of the chunk that is not complete, and the last complete one is described
@@ -335,6 +343,7 @@ struct MultipoleBlock {
       store<T>(memory.worth + c * N, call.by_mass ? worth : worth * error_factor(at, loud));
     }
     store<T>(least + r, bound > T(0) ? total * total * bound : Vec<T>{});  // the square may overflow
+    store<T>(light + r, total * light_share(call.tolerance, shown));
     for (int64_t c = shown; c < shown + kChains; ++c) store<T>(memory.worth + c * N, all(T(-1)));
   }
 
@@ -405,6 +414,14 @@ struct MultipoleBlock {
       Vec<T> kept = worth > T(0) ? worth * left : Vec<T>{};
       if (call.by_mass) kept *= error_factor(unit * call.clusters + memory.visible[c], load<T>(alarm + r));
       error += kept;
+      if (call.tolerance > T(0)) {
+        T* score = memory.scores + c * kRows + r;
+        const int64_t slot = memory.slot[memory.visible[c]];
+        Vec<T> weight = all(call.weight[unit * call.clusters + memory.visible[c]]);
+        if (slot >= 0) weight -= load<T>(memory.gone_weight + slot * kRows + r);
+        const Vec<T> f = load<T>(score);
+        store<T>(score, f * weight < load<T>(light + r) ? Vec<T>{} : f);
+      }
       spared += (worth >= T(0)) & (left > T(0)) ? all(T(1)) : Vec<T>{};
     }
     for (int lane = 0; lane < N && r + lane < count; ++lane) {

@@ -1,3 +1,4 @@
+#include <limits>
 #include "tensors.h"
 
 namespace sparing {
@@ -207,11 +208,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
   });
 }
 
+// Of all entries from position `from` on.
+template <class T, class Rows>
+double squares(const Rows& rows, int64_t items, int64_t heads, int64_t from, int64_t to, int64_t width) {
+  double total = 0;
+  for (int64_t item = 0; item < items; ++item)
+    for (int64_t head = 0; head < heads; ++head)
+      for (int64_t i = from; i < to; ++i) {
+        const T* row = rows.at(item, head, i);
+        for (int64_t e = 0; e < width; ++e) total += double(row[e]) * double(row[e]);
+      }
+  return total;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
-    Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, Tensor own, Tensor visible, Tensor mean, Tensor variance,
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, std::optional<Tensor> own, Tensor visible, Tensor mean, Tensor variance,
     Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor begin,
     Tensor size, Tensor labels, Tensor shares, Tensor members, int64_t block, int64_t before, int64_t sinks,
-    int64_t budget, bool second, bool by_mass, double cap, double tolerance, double scale) {
+    int64_t budget, bool second, bool by_mass, double cap, double tolerance, double scale, int64_t fresh_from,
+    double limit) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
     STD_TORCH_CHECK(pole_keys.dim() == 4 && labels.dim() == 3, "pole_keys must have 4 axes, and labels 3");
@@ -228,8 +243,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
     call.q = tokens<T>("q", q, b, h, n, call.depth);
     call.k = tokens<T>("k", k, b, kv, call.keys, call.depth);
     call.v = tokens<T>("v", v, b, kv, call.keys, call.width);
-    call.own = packed<int64_t>("own", own, {b, n});
+    const std::vector<int64_t> last(own ? 0 : size_t(b * n), call.keys - 1);
+    call.own = own ? packed<int64_t>("own", *own, {b, n}) : last.data();
     call.visible = packed<int64_t>("visible", visible, {b});
+    STD_TORCH_CHECK(fresh_from >= 0 && fresh_from <= call.keys, "fresh_from lies beyond the last key");
+    if (limit < std::numeric_limits<double>::infinity()) {
+      const double size = squares<T>(call.q, b, h, 0, n, call.depth) +
+                          squares<T>(call.k, b, kv, fresh_from, call.keys, call.depth) +
+                          squares<T>(call.v, b, kv, fresh_from, call.keys, call.width);
+      STD_TORCH_CHECK(size <= limit * limit, "q, k or v holds an entry that is infinite, NaN or beyond limit");
+    }
     call.mean = packed<T>("mean", mean, {b, h, call.depth});
     call.variance = packed<T>("variance", variance, {b, h});
     call.pole_keys = packed<T>("pole_keys", pole_keys, {b, h, c, call.depth});

@@ -5,6 +5,8 @@ template <class T>
 struct StepMemory {
   T *score, *mass;          // [clusters] logit of a summary, and exp of it
   T *worth, *left, *gone;   // [clusters] of expanding it, keys that it takes; weight of members that are near by
+  T *offered, *price;       // [clusters] the same of those that may be expanded
+  int32_t* which;           // [clusters] and which they are
   T *weight;                       // [rows] logits, then weights
   const T** key;                   // [rows]
   const T** value;                 // [rows and clusters]
@@ -18,6 +20,7 @@ struct StepMemory {
     const int64_t padded_clusters = padded<T>(call.clusters) + lanes<T>, rows = most_rows(call);
     take(&score, padded_clusters), take(&mass, padded_clusters), take(&worth, padded_clusters);
     take(&left, padded_clusters), take(&gone, padded_clusters);
+    take(&offered, padded_clusters), take(&price, padded_clusters), take(&which, padded_clusters);
     take(&weight, padded<T>(rows + call.clusters) + lanes<T>);
     take(&key, rows), take(&value, rows + call.clusters);
     return used;
@@ -29,21 +32,36 @@ struct StepMemory {
   }
 };
 
+// The sum of all lanes; no addition waits for all others.
+template <class T>
+SPARING_INLINE T sum_in_halves(Vec<T> x) {
+  T part[lanes<T>];
+  store<T>(part, x);
+#pragma GCC unroll 8
+  for (int half = lanes<T> / 2; half; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  return part[0];
+}
+
 // q.rows[i] for each of `count` rows of `depth` entries.
 template <class T, class Row>
 SPARING_INLINE void dots_with(const T* q, int64_t depth, int64_t count, const Row& row, T* out) {
-  constexpr int64_t kAtOnce = 4;
+  constexpr int64_t kAtOnce = 4, kAhead = 8;
   for (int64_t i = 0; i < count; i += kAtOnce) {
     const T* rows[kAtOnce];
     for (int64_t j = 0; j < kAtOnce; ++j) rows[j] = row(i + j < count ? i + j : count - 1);
-    Vec<T> sums[kAtOnce] = {};
+    for (int64_t j = i + kAhead; j < i + kAhead + kAtOnce && j < count; ++j) fetch(row(j), depth);
+    Vec<T> a{}, b{}, c{}, d{};
     int64_t x = 0;
     for (; x + lanes<T> <= depth; x += lanes<T>) {
       const Vec<T> part = load<T>(q + x);
-      for (int64_t j = 0; j < kAtOnce; ++j) sums[j] += part * load<T>(rows[j] + x);
+      a += part * load<T>(rows[0] + x), b += part * load<T>(rows[1] + x);
+      c += part * load<T>(rows[2] + x), d += part * load<T>(rows[3] + x);
     }
+    const T totals[kAtOnce] = {sum_in_halves<T>(a), sum_in_halves<T>(b), sum_in_halves<T>(c), sum_in_halves<T>(d)};
     for (int64_t j = 0; j < kAtOnce && i + j < count; ++j) {
-      T total = sum<T>(sums[j]);
+      T total = totals[j];
       for (int64_t rest = x; rest < depth; ++rest) total += q[rest] * rows[j][rest];
       out[i + j] = total;
     }
@@ -54,29 +72,30 @@ SPARING_INLINE void dots_with(const T* q, int64_t depth, int64_t count, const Ro
 template <class T>
 inline constexpr T kFaint = sizeof(T) == 4 ? T(0x1p-34) : T(0x1p-63);
 
-// out = sum of weight[i] * rows[i]; rows of weight zero are not read.
-template <class T>
-SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, int64_t width, T* out) {
-  constexpr int64_t kAtOnce = 4;
-  int64_t e = 0;
-  for (; e + kAtOnce * lanes<T> <= width; e += kAtOnce * lanes<T>) {
+// The entries from e on, so many vectors at once, of the sum of weight[i] * rows[i]; returns where they end.
+template <class T, int64_t kAtOnce>
+SPARING_INLINE int64_t mix_some(const T* weight, const T* const* rows, int64_t count, int64_t width, int64_t e, T* out) {
+  constexpr int64_t kAhead = 6, kEntries = kAtOnce * lanes<T>;
+  for (; e + kEntries <= width; e += kEntries) {
     Vec<T> sums[kAtOnce] = {};
     for (int64_t i = 0; i < count; ++i) {
-      if (weight[i] == T(0)) continue;
+      if (i + kAhead < count) fetch(rows[i + kAhead] + e, kEntries);
       for (int64_t j = 0; j < kAtOnce; ++j) sums[j] += weight[i] * load<T>(rows[i] + e + j * lanes<T>);
     }
     for (int64_t j = 0; j < kAtOnce; ++j) store<T>(out + e + j * lanes<T>, sums[j]);
   }
-  for (; e + lanes<T> <= width; e += lanes<T>) {
-    Vec<T> sums{};
-    for (int64_t i = 0; i < count; ++i)
-      if (weight[i] != T(0)) sums += weight[i] * load<T>(rows[i] + e);
-    store<T>(out + e, sums);
-  }
+  return e;
+}
+
+// out = sum of weight[i] * rows[i]
+template <class T>
+SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, int64_t width, T* out) {
+  int64_t e = mix_some<T, 8>(weight, rows, count, width, 0, out);
+  e = mix_some<T, 4>(weight, rows, count, width, e, out);
+  e = mix_some<T, 1>(weight, rows, count, width, e, out);
   for (; e < width; ++e) {
     T total = T(0);
-    for (int64_t i = 0; i < count; ++i)
-      if (weight[i] != T(0)) total += weight[i] * rows[i][e];
+    for (int64_t i = 0; i < count; ++i) total += weight[i] * rows[i][e];
     out[e] = total;
   }
 }
@@ -112,6 +131,7 @@ struct StepQuery {
   int64_t near = 0;    // of which so many are near by and in clusters, at the start
   T loud = T(0), shift = T(0), missed = T(0), near_top = T(0);
   T least = T(0);  // what a cluster must be worth to be expanded
+  T light = T(0);  // summaries of less mass are left out
   int64_t spared = 0;
 
   int64_t position(int64_t rank) const { return call.place ? call.place[item * call.places + rank] : rank; }
@@ -149,20 +169,23 @@ struct StepQuery {
   void score() {
     const int64_t at = unit * call.clusters;
     dots_with<T>(q, call.depth, shown, [&](int64_t c) { return call.pole_keys + (at + c) * call.depth; }, memory.score);
-    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.score[c] = kNever<T>, memory.left[c] = T(0);
     for (int64_t c = 0; c < shown; ++c) memory.left[c] = T(call.size[at + c]), memory.gone[c] = T(0);
-    for (int64_t rank = low; rank < from; ++rank) {
-      const int32_t label = labels()[rank];
-      if (label >= 0) memory.left[label] -= T(1), memory.gone[label] += shares()[rank];
-    }
-    Vec<T> top = all(kNever<T>);
+    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.left[c] = memory.gone[c] = T(0);
+    Vec<T> top = all(kNever<T>), members{}, scatters{}, clusters{};
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       Vec<T> x = load<T>(memory.score + c) * call.scale + load<T>(call.offset + at + c);
       if (call.second) x += T(0.5) * variance(c);
-      for (int64_t i = 0; i < lanes<T>; ++i)
-        if (c + i >= shown || !call.size[at + c + i]) x[i] = kNever<T>;
+      const Vec<T> size = load<T>(memory.left + c);
+      const IntVec<T> some = size > T(0);
+      x = some ? x : all(kNever<T>);
       store<T>(memory.score + c, x);
       top = larger<T>(top, x);
+      clusters += some ? all(T(1)) : Vec<T>{};
+      members += size, scatters += some ? size * load<T>(call.scatter + at + c) : Vec<T>{};
+    }
+    for (int64_t rank = low; rank < from; ++rank) {
+      const int32_t label = labels()[rank];
+      if (label >= 0) memory.left[label] -= T(1), memory.gone[label] += shares()[rank];
     }
     shift = largest<T>(top);
     if (shift == kNever<T>) shift = T(0);
@@ -177,20 +200,12 @@ struct StepQuery {
       if (!call.by_mass) worth *= surplus(variance(c)) * load<T>(call.scatter + at + c);
       store<T>(memory.worth + c, some ? worth : Vec<T>{});
     }
-    for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.worth[c] = T(0);
     if (call.tolerance > T(0)) {
       const T every = sum<T>(total) + mass_near() * exponential(all(near_top - shift))[0];
-      least = call.tolerance * call.tolerance * (call.by_mass ? T(1) : usual_scatter()) * every * every;
+      const T keys = sum<T>(members), usual = keys > T(0) ? sum<T>(scatters) / keys : T(0);
+      least = call.tolerance * call.tolerance * (call.by_mass ? T(1) : usual) * every * every;
+      light = every * light_share(call.tolerance, int64_t(sum<T>(clusters)));
     }
-  }
-
-  // The mean scatter of the keys in clusters.
-  T usual_scatter() const {
-    const int64_t at = unit * call.clusters;
-    T total = T(0), members = T(0);
-    for (int64_t c = 0; c < shown; ++c)
-      if (call.size[at + c]) total += T(call.size[at + c]) * call.scatter[at + c], members += T(call.size[at + c]);
-    return members > T(0) ? total / members : T(0);
   }
 
   // Of the keys that are looked at before any cluster is expanded, times exp(-near_top).
@@ -215,23 +230,34 @@ struct StepQuery {
   }
 
   void choose() {
-    T budget = T(call.budget), every = T(0);
-    for (int64_t c = 0; c < shown; ++c) every += memory.left[c];
+    T budget = T(call.budget), every = T(0), asked = T(0);
+    int64_t offers = 0;
+    for (int64_t c = 0; c < shown; ++c) {
+      every += memory.left[c];
+      if (!(memory.worth[c] > least)) continue;
+      asked += memory.price[offers] = memory.left[c], memory.offered[offers] = memory.worth[c];
+      memory.which[offers++] = int32_t(c);
+    }
     if (every <= budget && !(call.tolerance > T(0))) {
       for (int64_t c = 0; c < shown; ++c)
         if (memory.left[c] > T(0)) expand(c);
       return;
     }
-    for (int64_t c; (c = best_that_fits<T>(memory.worth, memory.left, shown, budget, least)) >= 0;) {
-      budget -= memory.left[c];
-      expand(c);
+    if (asked <= budget) {
+      for (int64_t i = 0; i < offers; ++i) expand(memory.which[i]);
+    } else {
+      for (int64_t i = offers; i < offers + lanes<T>; ++i) memory.offered[i] = T(-1);
+      for (int64_t i; (i = best_that_fits<T>(memory.offered, memory.price, offers, budget, least)) >= 0;) {
+        budget -= memory.price[i], memory.offered[i] = T(-1);
+        expand(memory.which[i]);
+      }
     }
     const int64_t at = unit * call.clusters;
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       const Vec<T> worth = load<T>(memory.worth + c);
-      Vec<T> kept = worth > T(0) ? worth * load<T>(memory.left + c) : Vec<T>{};
+      Vec<T> kept = worth * load<T>(memory.left + c);
       if (call.by_mass) kept *= surplus(variance(c)) * load<T>(call.scatter + at + c);
-      missed += sum<T>(kept);
+      missed += sum<T>(worth > T(0) ? kept : Vec<T>{});
     }
     for (int64_t c = 0; c < shown; ++c) spared += memory.worth[c] >= T(0) && memory.left[c] > T(0);
   }
@@ -269,19 +295,26 @@ struct StepQuery {
       meet(met);
     }
     // A cluster that was expanded may have had a score far above all that is left.
-    T top = kNever<T>;
-    for (int64_t c = 0; spared && c < shown; ++c)
-      if (memory.left[c] > T(0) && memory.score[c] > top) top = memory.score[c];
+    Vec<T> tops = all(kNever<T>);
+    for (int64_t c = 0; spared && c < shown; c += lanes<T>)
+      tops = larger<T>(tops, load<T>(memory.left + c) > T(0) ? load<T>(memory.score + c) : all(kNever<T>));
+    T top = largest<T>(tops);
     for (int64_t i = 0; i < rows; ++i) top = memory.weight[i] > top ? memory.weight[i] : top;
     T total = weigh_rows(top);
     int64_t terms = rows;
     if (spared) {
       const int64_t at = unit * call.clusters;
+      Vec<T> totals{};
+      const T bound = light * exponential(all(shift - top))[0];
       for (int64_t c = 0; c < shown; c += lanes<T>) {
-        const IntVec<T> some = load<T>(memory.left + c) > T(0);
-        store<T>(memory.mass + c, some ? exponential(load<T>(memory.score + c) - top) : Vec<T>{});
+        IntVec<T> some = load<T>(memory.left + c) > T(0);
+        const Vec<T> factor = exponential(load<T>(memory.score + c) - top);
+        const Vec<T> mass = factor * (load<T>(call.weight + at + c) - load<T>(memory.gone + c));
+        some &= !(mass < bound);
+        store<T>(memory.mass + c, some ? factor : Vec<T>{});
+        totals += some ? mass : Vec<T>{};
       }
-      for (int64_t c = 0; c < shown; ++c) total += memory.mass[c] * (call.weight[at + c] - memory.gone[c]);
+      total += sum<T>(totals);
       for (int64_t c = 0; c < shown; ++c) {
         if (memory.mass[c] * call.weight[at + c] < kFaint<T> * total) memory.mass[c] = T(0);
         if (memory.mass[c] == T(0)) continue;
