@@ -191,14 +191,13 @@ class Multipole(Method):
                 least = self._least(every, members.masked_fill(~shown, 0.0), scatter)
                 chosen = expand(worth.masked_fill(worth <= least, 0.0), left, self.keys)
                 fair = shown.sum(-1, keepdim=True).clamp_min(1).to(q.dtype).reciprocal()
-                light = (mass < _LIGHT * fair.clamp_max(self.tolerance) * every) & ~chosen
-                score = score.masked_fill(light, -torch.inf)
+                light = (mass < _LIGHT * fair.clamp_max(self.tolerance) * every).gather(-1, inside) & (cluster >= 0)
             else:
                 everything = (left.sum(-1, keepdim=True) <= self.keys) & (left > 0)
-                chosen = expand(worth, left, self.keys) | everything
+                chosen, light = expand(worth, left, self.keys) | everything, torch.zeros_like(exact)
         exact = exact | (chosen.gather(-1, inside) & (cluster >= 0))
         spared = torch.where(cluster >= 0, score.gather(-1, inside) + share, -torch.inf)
-        logits = torch.where(exact, logits, spared).masked_fill(~visible, -torch.inf)
+        logits = torch.where(exact, logits, spared).masked_fill(~visible | (light & ~exact), -torch.inf)
         weights, lse = dense.softmax(logits)
         rest = error.masked_fill(chosen, 0.0).sum(-1).sqrt() * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp()
         return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
