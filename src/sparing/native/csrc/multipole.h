@@ -128,6 +128,14 @@ struct Exact {
   T share[kKeys];
 };
 
+// exp(x) - 1 for x >= 0
+template <class T>
+SPARING_INLINE Vec<T> surplus(Vec<T> x) {
+  // The difference would lose the digits of a small x.
+  const Vec<T> small = x * (T(1) + x * (T(0.5) + x * (T(1) / T(6) + x * (T(1) / T(24)))));
+  return x < T(0.03) ? small : exponential(x) - T(1);
+}
+
 // Of the mass of all keys: summaries of less are left out, if there is a tolerance.
 template <class T>
 SPARING_INLINE T light_share(T tolerance, int64_t clusters) {
@@ -257,13 +265,6 @@ struct MultipoleBlock {
     }
   }
 
-  // exp(x) - 1 for 0 <= x <= cap
-  static SPARING_INLINE Vec<T> surplus(Vec<T> x) {
-    // The difference would lose the digits of a small x.
-    const Vec<T> small = x * (T(1) + x * (T(0.5) + x * (T(1) / T(6) + x * (T(1) / T(24)))));
-    return x < T(0.03) ? small : exponential(x) - T(1);
-  }
-
   // How far the queries are from their mean: |q - mean|^2 over the mean of that.
   void sound(T* alarm) const {
     int64_t at = call.block ? own[0] / call.block - 1 : 0;
@@ -349,7 +350,7 @@ struct MultipoleBlock {
 
   SPARING_INLINE Vec<T> error_factor(int64_t at, Vec<T> loud) const {
     const Vec<T> variance = loud * call.spread[at];
-    return surplus(variance < call.cap ? variance : all(call.cap)) * call.scatter[at];
+    return surplus<T>(variance < call.cap ? variance : all(call.cap)) * call.scatter[at];
   }
 
   // Of the clusters that fit, for each lane the one that is worth most, of equal ones the first; -1 if there is none.

@@ -222,11 +222,11 @@ double squares(const Rows& rows, int64_t items, int64_t heads, int64_t from, int
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
-    Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, std::optional<Tensor> own, Tensor visible, Tensor mean, Tensor variance,
-    Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor begin,
-    Tensor size, Tensor labels, Tensor shares, Tensor members, int64_t block, int64_t before, int64_t sinks,
-    int64_t budget, bool second, bool by_mass, double cap, double tolerance, double scale, int64_t fresh_from,
-    double limit) {
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, std::optional<Tensor> own, Tensor visible, Tensor mean,
+    Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter,
+    Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int64_t block, int64_t before,
+    int64_t sinks, int64_t budget, bool second, bool by_mass, double cap, double tolerance, double scale,
+    int64_t fresh_from, double limit) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
     STD_TORCH_CHECK(pole_keys.dim() == 4 && labels.dim() == 3, "pole_keys must have 4 axes, and labels 3");

@@ -154,12 +154,6 @@ struct StepQuery {
     loud = spread > T(0) ? total / spread : T(0);
   }
 
-  // exp(x) - 1 for 0 <= x <= cap
-  static SPARING_INLINE Vec<T> surplus(Vec<T> x) {
-    const Vec<T> small = x * (T(1) + x * (T(0.5) + x * (T(1) / T(6) + x * (T(1) / T(24)))));
-    return x < T(0.03) ? small : exponential(x) - T(1);
-  }
-
   SPARING_INLINE Vec<T> variance(int64_t c) const {
     const Vec<T> x = loud * load<T>(call.spread + unit * call.clusters + c);
     return x < call.cap ? x : all(call.cap);
@@ -197,7 +191,7 @@ struct StepQuery {
       total += mass;
       const Vec<T> left = load<T>(memory.left + c);
       Vec<T> worth = mass * mass / (left > T(1) ? left : all(T(1)));
-      if (!call.by_mass) worth *= surplus(variance(c)) * load<T>(call.scatter + at + c);
+      if (!call.by_mass) worth *= surplus<T>(variance(c)) * load<T>(call.scatter + at + c);
       store<T>(memory.worth + c, some ? worth : Vec<T>{});
     }
     if (call.tolerance > T(0)) {
@@ -256,7 +250,7 @@ struct StepQuery {
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       const Vec<T> worth = load<T>(memory.worth + c);
       Vec<T> kept = worth * load<T>(memory.left + c);
-      if (call.by_mass) kept *= surplus(variance(c)) * load<T>(call.scatter + at + c);
+      if (call.by_mass) kept *= surplus<T>(variance(c)) * load<T>(call.scatter + at + c);
       missed += sum<T>(worth > T(0) ? kept : Vec<T>{});
     }
     for (int64_t c = 0; c < shown; ++c) spared += memory.worth[c] >= T(0) && memory.left[c] > T(0);
