@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -240,6 +241,17 @@ def test_clusters_are_appended_and_never_made_again():
         last = past.poles["keys"][:, :, max(rows - 8, 0) : rows].clone()
         assert past.visible.tolist() == [rows + (n + 1) % 32 // 8 * 2]
     assert rows == 48
+
+
+@KINDS
+@pytest.mark.parametrize(("name", "odd"), [("k", 1e200), *product("qkv", [torch.nan, torch.inf, -torch.inf])])
+def test_what_is_odd_in_a_single_step_is_treated_as_at_once(name, odd, spec):
+    x = sequence()
+    getattr(x, name)[0, 0, 83, 2] = odd
+    out, _ = grow(sparing.Index(spec, seed=3), x, 80, 1)
+    wanted = at_once(x, spec).output
+    assert not torch.equal(wanted[:, :, 80:], at_once(sequence(), spec).output[:, :, 80:])
+    torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 @KINDS

@@ -184,8 +184,6 @@ class Index:
 
     def _arriving(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
         """The mask as (B, n), or None; every size is checked before anything changes."""
-        if attn_mask is None and self._keep is None and self._goes_on(query, key, value):
-            return None  # the usual step, at a glance
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.ndim != 4:
                 raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
@@ -227,14 +225,6 @@ class Index:
         if not self.agrees(keep):
             raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
         return keep
-
-    def _goes_on(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether these are, beyond doubt, the next positions of what it follows."""
-        q, k, v = query.shape, key.shape, value.shape
-        if not len(q) == len(k) == len(v) == 4 or not query.dtype == key.dtype == value.dtype:
-            return False
-        grows = 0 < self.length < k[2] == self.length + q[2]
-        return grows and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3] and self.fits(query, key, value)
 
     def fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether heads, sizes, type and batch are those that it follows."""

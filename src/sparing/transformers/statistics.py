@@ -87,7 +87,7 @@ class Tally:
             self.settle()
 
     def settle(self) -> Tally:
-        """Read the counts that steps left to be read later: each takes as long as half a step."""
+        """Read the counts that steps left to be read later, so that a step does not wait for them."""
         for touched, each in self.later:
             count = float(touched.sum())
             self.touched += count

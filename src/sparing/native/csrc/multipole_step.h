@@ -7,9 +7,9 @@ struct StepMemory {
   T *worth, *left, *gone;   // [clusters] of expanding it, keys that it takes; weight of members that are near by
   T *offered, *price;       // [clusters] the same of those that may be expanded
   int32_t* which;           // [clusters] and which they are
-  T *weight;                       // [rows] logits, then weights
-  const T** key;                   // [rows]
-  const T** value;                 // [rows and clusters]
+  T* weight;                // [rows] logits, then weights
+  const T** key;            // [rows]
+  const T** value;          // [rows and clusters]
 
   int64_t lay_out(const MultipoleStep<T>& call, T* memory) {
     int64_t used = 0;
