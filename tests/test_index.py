@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +26,7 @@ SPECS = [
     "window(size=0)",
     "top_keys(keys=8)",
 ]
+_SUMMARY = ("keys", "values", "offset", "weight", "spread", "scatter")
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -100,9 +103,8 @@ def decodes_as_prefill(index: sparing.Index, x: Sequence, start: int, step: int)
 
 def densely(index: sparing.Index, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it decode by the specification."""
-    from sparing.methods.multipole_past import MultipolePast
-
-    monkeypatch.setattr(MultipolePast, "attend", lambda self, *args: self.attend_densely(*args[:5]))
+    module = sys.modules["sparing.methods.multipole_past"]
+    monkeypatch.setattr(module, "native", SimpleNamespace(ready=lambda q: False))
 
 
 # One token at a time from the start, pieces that cross blocks and chunks, whole chunks, and one token after a prompt.
@@ -232,14 +234,14 @@ def test_clusters_are_appended_and_never_made_again():
         index.attention(*x.part(n, n + 1))
         past: Any = index._past
         for name, old in kept.items():
-            assert torch.equal(past.poles[name][:, :, : old.shape[2]], old), f"{name} after {n + 1} tokens"
-        again = past.poles["keys"][:, :, max(rows - 8, 0) : rows]
+            assert torch.equal(past.store.part(name)[:, :, : old.shape[2]], old), f"{name} after {n + 1} tokens"
+        again = past.store.part("keys")[:, :, max(rows - 8, 0) : rows]
         assert n % 32 < 31 or n < 32 or not torch.equal(again, last), "the last chunk's are made again"
         rows = (n + 1) // 32 * 8  # of complete chunks of 32 keys
-        whole = {name: rows if name in ("begin", "size") else max(rows - 8, 0) for name in past.poles}
-        kept = {name: store[:, :, : whole[name]].clone() for name, store in past.poles.items()}
-        last = past.poles["keys"][:, :, max(rows - 8, 0) : rows].clone()
-        assert past.visible.tolist() == [rows + (n + 1) % 32 // 8 * 2]
+        parts, last = past.store.parts(), past.store.part("keys")[:, :, max(rows - 8, 0) : rows].clone()
+        kept = {name: parts[name][:, :, :rows].clone() for name in ("begin", "size")}
+        kept |= {name: parts[name][:, :, : max(rows - 8, 0)].clone() for name in _SUMMARY}
+        assert parts["visible"].unique().tolist() == [rows + (n + 1) % 32 // 8 * 2]
     assert rows == 48
 
 
@@ -289,9 +291,9 @@ def test_select_of_nothing_new_does_nothing():
     x, index = sequence(batch=2), sparing.Index(MULTIPOLE, seed=3)
     index.select(torch.tensor([7]))  # knows no sequence yet
     index.attention(*x.part(0, 100))
-    before = index._past.poles["keys"]  # type: ignore[union-attr]
+    before = index._past.store.reals  # type: ignore[union-attr]
     index.select(torch.tensor([0, 1]))
-    assert index._past.poles["keys"] is before  # type: ignore[union-attr]
+    assert index._past.store.reals is before  # type: ignore[union-attr]
     for bad in ([0, 2], [-1], [[0, 1]]):
         with pytest.raises(ValueError, match=r"items=.* must be a list of numbers from 0 to 1"):
             index.select(torch.tensor(bad))

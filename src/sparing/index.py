@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -16,6 +16,8 @@ from sparing.draws import Draws
 from sparing.method import Method, Past, Unsupported, methods
 from sparing.method import method as _method
 from sparing.quarantine import is_tame, quarantine
+
+_WIDE = (torch.float32, torch.float64)  #: types that methods compute in
 
 
 class Index:
@@ -65,7 +67,7 @@ class Index:
     def reset(self) -> None:
         """Forget everything: the next call starts a sequence."""
         self.length = 0
-        self.statistics: dict[str, Tensor] = {}
+        self.statistics: Mapping[str, Tensor] = {}
         self._batch = 0
         self._kind: tuple[object, ...] | None = None
         self._keep: Tensor | None = None  # (B, length) which keys are valid; None: all
@@ -107,7 +109,8 @@ class Index:
             fresh, spoiled, done = self._fresh(keep, query.shape[2]), None, None
             covered = self.method.covers(key.shape[2])
             if self._past is not None and not self._odd and not covered:
-                done = self._past.step(_wide(query), _wide(key), _wide(value), fresh, self.length, clean=False)
+                q, k, v = (query, key, value) if query.dtype in _WIDE else map(_wide, (query, key, value))
+                done = self._past.step(q, k, v, fresh, self.length, clean=False)
             if done is None:
                 q, k, v, spoiled = self._clean(query, key, value, keep)
                 if covered:
@@ -120,7 +123,7 @@ class Index:
             assert done is not None
             out, self.statistics = done
             self._seen(query, key, value, keep)
-            out = out.to(query.dtype)
+            out = out if out.dtype is query.dtype else out.to(query.dtype)
             return out if spoiled is None else out.masked_fill(spoiled, torch.nan)
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
@@ -301,7 +304,8 @@ class Index:
 
 def _kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
     """What may not change while a sequence grows."""
-    return query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype, query.device
+    _, heads, _, size = query.shape
+    return heads, key.shape[1], size, value.shape[3], query.dtype, query.device
 
 
 def _plainly(x: Tensor) -> AbstractContextManager[object]:
@@ -317,4 +321,4 @@ def _plainly(x: Tensor) -> AbstractContextManager[object]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x if x.dtype in _WIDE else x.float()

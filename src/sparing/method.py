@@ -106,7 +106,7 @@ class Past(Protocol):
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+    ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
         """Attention of the newest queries, and what `inspect()` would note; then `learn`.
 
         clean: all is known to be tame (`sparing.quarantine`). Else None, and nothing is learnt, if what is new is not.

@@ -115,8 +115,8 @@ class Window(Method):
         if keep is None and n - n_q >= self.global_tokens and native.ready(q) and k.dtype == q.dtype:
             shared = max(self.sinks, self.global_tokens)
             own = torch.arange(n - n_q, n).expand(q.shape[0], -1).contiguous()
-            out, lse, _, touched, _ = near_step(q, k, v, own, self.size, shared, scale)
-            return out, {"lse": lse, "touched": touched}
+            out, notes = near_step(q, k, v, own, self.size, shared, scale)
+            return out, {"lse": notes[0], "touched": notes[2].long()}
         valid = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if keep is None else keep
         sees_all = valid.cumsum(-1)[:, n - n_q :, None] <= self.global_tokens  # (B, n_q, 1)
         low = max(n - n_q - self.size, 0)  # the first position of any window

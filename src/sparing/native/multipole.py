@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparing.native.library import schemas
+from sparing.native.past import StepPast
 from sparing.native.tensors import adjacent
 
 schemas.define(
@@ -30,11 +31,9 @@ schemas.define(
 )
 
 schemas.define(
-    "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor? own, Tensor visible, Tensor mean,"
-    " Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread,"
-    " Tensor scatter, Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int block, int before,"
-    " int sinks, int keys, bool second, bool by_mass, float cap, float tolerance, float scale, int fresh_from,"
-    " float limit) -> (Tensor out, Tensor lse, Tensor error, Tensor touched, Tensor summaries)"
+    "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor? own, Tensor(a!) reals, Tensor ints,"
+    " int clusters, int ranks, int block, int before, int sinks, int keys, bool second, bool by_mass, float cap,"
+    " float tolerance, float scale, float limit) -> (Tensor out, Tensor notes)"
 )
 
 
@@ -148,62 +147,56 @@ def multipole_step(
     v: Tensor,
     place: Tensor | None,
     own: Tensor | None,
-    visible: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    poles: Mapping[str, Tensor],
-    ranks: Mapping[str, Tensor],
-    block: int,
-    before: int,
-    sinks: int,
-    keys: int,
-    second: bool,
-    by_mass: bool,
-    cap: float,
-    tolerance: float,
-    scale: float,
-    fresh_from: int = 0,
+    past: StepPast,
+    settings: tuple[float, ...],
     limit: float = math.inf,
-) -> tuple[Tensor, ...]:
-    """What `multipole` returns, for queries (B, H, n_q, d) after a past in clusters; k, v are (B, H_kv, n, .).
+) -> tuple[Tensor, Tensor]:
+    """(output (B, H, n_q, e), notes (4, B, H, n_q)) of queries (B, H, n_q, d); k, v are (B, H_kv, n, .).
 
-    Summaries count among what was read, too.
+    Notes: log-sum-exp, predicted error, keys and summaries that were read, summaries among them.
 
     place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none; None: the
-    last key. visible: (B,) clusters. mean, variance: (B, H, d) and (B, H) of the queries. poles, ranks: as
-    `MultipolePast` holds them. RuntimeError is raised if the norm of q, and of k and v from position `fresh_from` on,
-    together is beyond the limit, or is no number.
-    There is no gradient.
+    last key, of a single query, which is then put to the past's queries. settings: before, sinks, keys, second,
+    by_mass, cap, tolerance, scale, as of `multipole`. RuntimeError is raised if the norm of q, and of as many last keys
+    and values, together is beyond the limit, or is no number; the past is as before then. There is no gradient.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        q, k, v = adjacent(q), adjacent(k), adjacent(v)
     return torch.ops.sparing.multipole_step(
-        q, k, v, place, own, visible, mean, variance, *(poles[name] for name in _POLES),
-        *(ranks[name] for name in ("labels", "shares", "members")), block, before, sinks, keys, second, by_mass, cap,
-        tolerance, scale, fresh_from, limit,
-    )  # fmt: skip
+        q, k, v, place, own, past.reals, past.ints, past.clusters, past.ranks, past.block, *settings, limit
+    )
+
+
+class StepNotes(Mapping[str, Tensor]):
+    """The notes of `multipole_step` by name, cut out when somebody asks: few do, and a step should not pay for it."""
+
+    _rows: ClassVar[dict[str, int]] = {"lse": 0, "error": 1, "touched": 2}
+
+    def __init__(self, notes: Tensor) -> None:
+        self.notes = notes
+
+    def __getitem__(self, name: str) -> Tensor:
+        row = self.notes[self._rows[name]]
+        return row.long() if name == "touched" else row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 def near_step(
     q: Tensor, k: Tensor, v: Tensor, own: Tensor, before: int, sinks: int, scale: float
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """The same without clusters: a query sees its own key, so many before it, and the first ones."""
-    batch, heads, _, d = q.shape
-    few, small = q.new_empty(batch, heads, 0), torch.empty(batch, heads, 0, dtype=torch.int32)
-    poles = dict.fromkeys(_POLES, few) | {
-        "keys": q.new_empty(batch, heads, 0, d), "values": q.new_empty(batch, heads, 0, v.shape[3]), "begin": small,
-        "size": small,
-    }  # fmt: skip
-    ranks = {"labels": small, "shares": few, "members": small}
-    mean, variance = q.new_zeros(batch, heads, d), q.new_zeros(batch, heads)
-    visible = torch.zeros(batch, dtype=torch.long)
-    return multipole_step(
-        q, k, v, None, own, visible, mean, variance, poles, ranks, 1, before, sinks, 0, False, False, 1.0, 0.0, scale
-    )
-
-
-_POLES = ("keys", "values", "offset", "weight", "spread", "scatter", "begin", "size")
+    settings = (before, sinks, 0, False, False, 1.0, 0.0, scale)
+    return multipole_step(q, k, v, None, own, StepPast(q, v.shape[3], 1), settings)
 
 
 @torch.library.register_fake("sparing::multipole_step", lib=schemas)
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return _outputs(q, v)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(4, *q.shape[:3])

@@ -20,8 +20,7 @@ from sparing.transformers.slot import Choice, Slot, slot_of
 class _Present(threading.local):
     """The layer of a cache that a thread's present call appends to, and whose call it is."""
 
-    slot: Slot | None = None
-    layer: IndexedLayer | None = None
+    call: tuple[Slot | None, IndexedLayer | None] = (None, None)
 
 
 _present = _Present()
@@ -29,7 +28,7 @@ _present = _Present()
 
 def expect(slot: Slot, layer: IndexedLayer | None) -> None:
     """The slot's next call, in this thread, appends to this layer of a cache."""
-    _present.slot, _present.layer = slot, layer
+    _present.call = (slot, layer)
 
 
 def look_ahead(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -94,31 +93,34 @@ def decode(
     """Attention of tokens that continue the cache, [B, H, n_q, e]; None where it has to be exact."""
     layer, n_q, n_k = _claim(slot, key, value), query.shape[2], key.shape[2]
     index = None if layer is None else layer.index
-    known, keep = padding(mask, n_q, n_k)
+    method, tally = choice.method, choice.tally
+    known, keep = (True, None) if mask is None else padding(mask, n_q, n_k)
     follows = known and dropout == 0 and _possible(query, key, value)
     if index is not None:
-        same = index.method == choice.method and index.length + n_q == n_k
+        same = (index.method is method or index.method == method) and index.length + n_q == n_k
         follows = follows and same and index.fits(query, key, value) and index.agrees(keep)
     if index is None or not follows:
         if layer is not None:
             layer.give(None)  # it would miss these tokens
-        choice.tally.exact_calls += 1
+        tally.exact_calls += 1
         return None
-    covered = choice.method.covers(n_k)
+    covered = method.covers(n_k)
     if covered or (n_q > 1 and choice.when == "decode"):
         index.append(query, key, value, keep)
-        choice.tally.covered += covered
-        choice.tally.exact_calls += not covered
+        tally.covered += covered
+        tally.exact_calls += not covered
         return None
     out = index.advance(query, key, value, keep)
-    choice.tally.add_step(choice.method, query, key, value, keep, index.statistics)
+    tally.add_step(method, query, key, value, keep, index.statistics)
     return out
 
 
 def _claim(slot: Slot, key: Tensor, value: Tensor) -> IndexedLayer | None:
     """The layer of the cache, if it holds just these keys and values."""
-    layer = _present.layer if _present.slot is slot else None
-    _present.slot = _present.layer = None
+    expected, layer = _present.call
+    _present.call = (None, None)
+    if expected is not slot:
+        return None
     return layer if layer is not None and layer.keys is key and layer.values is value else None
 
 
@@ -145,6 +147,7 @@ def padding(mask: Tensor | None, n_q: int, n_k: int) -> tuple[bool, Tensor | Non
 
 def _possible(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether an index can follow: no gradient, and no 16-bit cache, all of which a step would have to convert."""
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return False
     alike = query.dtype == key.dtype == value.dtype and key.dtype in (torch.float32, torch.float64)
-    return alike and not gradient and len(query) == len(key) == len(value)
+    return alike and query.shape[0] == key.shape[0] == value.shape[0]

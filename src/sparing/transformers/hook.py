@@ -61,16 +61,18 @@ def attention_function(
     found = slot_of(module)
     slot = resolve(module) if found is None else found
     for name, argument in others.items():
-        if argument is not None and argument is not False and name not in _HARMLESS:
+        if name not in _HARMLESS and argument is not None and argument is not False:
             raise Unsupported(f"{slot.name}: the model passes {name}, which sparing does not know; leave it exact")
-    if not torch.compiler.is_compiling():
+    tracing = torch.compiler.is_compiling()
+    if not tracing:
         slot.served = True
     given: Tensor | Projection = value
     if slot.projects:
         given = _taken(module, slot, value, query)
 
     n_q, n_k = query.shape[2], key.shape[2]
-    choice, exact = slot.choice, slot.choice is None or slot.choice.exact
+    choice = slot.choice
+    exact = choice is None or choice.exact
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     if looks_back and not exact and n_q == n_k > 1 and attention_mask is not None and attention_mask.ndim == 4:
         attention_mask = _reduced(attention_mask)
@@ -80,12 +82,11 @@ def attention_function(
         raise RuntimeError(f"{slot.name}: a causal mask of shape {list(attention_mask.shape)} in a layer that is not")
 
     continues = (n_q == 1 and n_k > 1) or (n_q < n_k and not small and not slot.cross)
-    tracing = torch.compiler.is_compiling()
     follows = looks_back and position_bias is None and isinstance(given, Tensor) and not tracing
     if choice is not None and continues and follows and choice.decodes:
         steps = decode(slot, choice, query, key, given, attention_mask, dropout)  # type: ignore[arg-type]
         if steps is not None:
-            return steps.transpose(1, 2).contiguous(), None
+            return (steps.transpose(1, 2).contiguous() if n_q > 1 else steps.reshape(-1, 1, *steps.shape[1::2])), None
     elif choice is not None and not tracing and (exact or continues or choice.when == "decode"):
         choice.tally.exact_calls += 1
 

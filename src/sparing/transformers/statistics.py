@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from sparing.method import Method, Projection, Shape
 from sparing.method import method as _method
 
 _LATER = 256  # steps whose counts are read together
+
+
+class _Step(NamedTuple):
+    """What a tally counts later."""
+
+    method: Method
+    queries: torch.Size
+    keys: int
+    width: int
+    valid: int | None  #: keys of all items together that are no padding; None: all
+    facts: Mapping[str, Tensor]
 
 
 @dataclass
@@ -30,7 +42,7 @@ class Tally:
     rate: float = 0.0  #: shares of the features that were sampled, summed over valid keys (mean over heads)
     flops: float = 0.0
     exact_flops: float = 0.0
-    later: list[tuple[Tensor, float]] = field(default_factory=list, repr=False)  #: of `settle`
+    later: list[_Step] = field(default_factory=list, repr=False)  #: of `settle`
 
     def add(
         self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, mask: Tensor | None,
@@ -72,26 +84,23 @@ class Tally:
         facts: Mapping[str, Tensor],
     ) -> None:
         """Count a call that continued a cache; without the clusters that it may have made."""
-        batch, heads, n_q, _ = query.shape
-        keys = batch * key.shape[2] if keep is None else int(keep.sum())
-        shown = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2))
         self.steps += 1
-        self.queries += query.shape[0] * query.shape[1] * query.shape[2]
-        self.shown += shown
-        each = 2.0 * key.shape[3] + 2.0 * value.shape[3] + 1.0
-        self.exact_flops += each * shown
-        if method.oracle:  # looks at everything first
-            self.flops += each * shown
-        self.later.append((facts["touched"], 0.0 if method.oracle else each))
+        valid = None if keep is None else int(keep.sum())
+        self.later.append(_Step(method, query.shape, key.shape[2], value.shape[3], valid, facts))
         if len(self.later) >= _LATER:
             self.settle()
 
     def settle(self) -> Tally:
-        """Read the counts that steps left to be read later, so that a step does not wait for them."""
-        for touched, each in self.later:
-            count = float(touched.sum())
-            self.touched += count
-            self.flops += each * count
+        """Count the steps that were left to be counted later, so that they need not wait for it."""
+        for method, (batch, heads, n_q, head_dim), n_k, width, valid, facts in self.later:
+            keys = batch * n_k if valid is None else valid
+            shown, each = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2)), 2.0 * (head_dim + width) + 1.0
+            touched = float(facts["touched"].sum())
+            self.queries += batch * heads * n_q
+            self.shown += shown
+            self.touched += touched
+            self.exact_flops += each * shown
+            self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
         self.later = []
         return self
 

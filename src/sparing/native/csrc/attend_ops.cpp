@@ -26,8 +26,8 @@ Attend<T> describe(const Tensor& q, const Tensor& k, const Tensor& v, const Opti
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, Optional bias, double scale) {
   return with_type("q", q, [&]<class T>() {
     Attend<T> call = describe<T>(q, k, v, keep, bias, scale);
-    Tensor out = fresh(q, {call.items, call.heads, call.queries, call.width}, type_of<T>());
-    Tensor lse = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
+    Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
+    Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
     const AttendKernels<T>& use = kernels().of<T>().attend;
@@ -46,9 +46,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, m});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, m, call.width}));  // only read
     call.lse = const_cast<T*>(packed<T>("lse", lse, {b, h, m}));              // only read
-    Tensor grad_q = fresh(q, {b, h, m, call.depth}, type_of<T>());
-    Tensor grad_k = fresh(q, {b, h, call.keys, call.depth}, type_of<T>());
-    Tensor grad_v = fresh(q, {b, h, call.keys, call.width}, type_of<T>());
+    Tensor grad_q = fresh({b, h, m, call.depth}, type_of<T>());
+    Tensor grad_k = fresh({b, h, call.keys, call.depth}, type_of<T>());
+    Tensor grad_v = fresh({b, h, call.keys, call.width}, type_of<T>());
     call.grad_q = grad_q.mutable_data_ptr<T>();
     call.grad_k = grad_k.mutable_data_ptr<T>();
     call.grad_v = grad_v.mutable_data_ptr<T>();

@@ -47,12 +47,12 @@ std::tuple<Tensor, Tensor, Tensor> sums(Tensor x, Optional points, Tensor values
     cut(call);
     const FeatureKernels<T>& use = kernels().of<T>().features;
     const int64_t tasks = b * h * call.chunks;
-    Tensor part_sums = fresh(x, {tasks, f, use.padded_width(call.width)}, type_of<T>());
-    Tensor part_mass = fresh(x, {tasks, f}, type_of<T>());
-    Tensor part_level = fresh(x, {tasks}, type_of<T>());
-    Tensor sums = fresh(x, {b, h, f, call.width}, type_of<T>());
-    Tensor mass = fresh(x, {b, h, f}, type_of<T>());
-    Tensor level = fresh(x, {b, h}, type_of<T>());
+    Tensor part_sums = fresh({tasks, f, use.padded_width(call.width)}, type_of<T>());
+    Tensor part_mass = fresh({tasks, f}, type_of<T>());
+    Tensor part_level = fresh({tasks}, type_of<T>());
+    Tensor sums = fresh({b, h, f, call.width}, type_of<T>());
+    Tensor mass = fresh({b, h, f}, type_of<T>());
+    Tensor level = fresh({b, h}, type_of<T>());
     call.part_sums = part_sums.mutable_data_ptr<T>();
     call.part_mass = part_mass.mutable_data_ptr<T>();
     call.part_level = part_level.mutable_data_ptr<T>();
@@ -75,8 +75,8 @@ std::tuple<Tensor, Tensor> mix(Tensor x, Optional points, Tensor table, Optional
     call.width = table.size(3);
     call.table = tokens<T>("table", table, b, h, f, call.width);
     if (mass) call.mass = packed<T>("mass", *mass, {b, h, f});
-    Tensor out = fresh(x, {b, h, n, call.width}, type_of<T>());
-    Tensor total = fresh(x, {b, h, mass ? n : 0}, type_of<T>());
+    Tensor out = fresh({b, h, n, call.width}, type_of<T>());
+    Tensor total = fresh({b, h, mass ? n : 0}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.total = total.mutable_data_ptr<T>();
     const FeatureKernels<T>& use = kernels().of<T>().features;
@@ -88,18 +88,18 @@ std::tuple<Tensor, Tensor> mix(Tensor x, Optional points, Tensor table, Optional
 
 // Fills in what both kinds of gradients have, runs them, and returns those of x and of the points.
 template <class T>
-std::tuple<Tensor, Tensor> run_grads(const Tensor& x, FeatureGrads<T>& call) {
+std::tuple<Tensor, Tensor> run_grads(FeatureGrads<T>& call) {
   const int64_t b = call.from.items, h = call.from.heads, n = call.from.tokens, d = call.from.depth;
   const int64_t f = call.from.features;
   const bool gaussian = call.from.map == FeatureMap::gaussian;
   const FeatureKernels<T>& use = kernels().of<T>().features;
   cut(call);
   const int64_t tasks = b * h * call.chunks;
-  Tensor part_right = fresh(x, {call.mixing ? tasks : 0, f, use.padded_width(call.width)}, type_of<T>());
-  Tensor part_mass = fresh(x, {call.mixing ? tasks : 0, f}, type_of<T>());
-  Tensor part_points = fresh(x, {gaussian ? tasks : 0, f, use.padded_width(d)}, type_of<T>());
-  Tensor grad_x = fresh(x, {b, h, n, d}, type_of<T>());
-  Tensor grad_points = gaussian ? fresh(x, {b, h, f, d}, type_of<T>()) : fresh(x, {0}, type_of<T>());
+  Tensor part_right = fresh({call.mixing ? tasks : 0, f, use.padded_width(call.width)}, type_of<T>());
+  Tensor part_mass = fresh({call.mixing ? tasks : 0, f}, type_of<T>());
+  Tensor part_points = fresh({gaussian ? tasks : 0, f, use.padded_width(d)}, type_of<T>());
+  Tensor grad_x = fresh({b, h, n, d}, type_of<T>());
+  Tensor grad_points = gaussian ? fresh({b, h, f, d}, type_of<T>()) : fresh({0}, type_of<T>());
   call.part_right = part_right.mutable_data_ptr<T>();
   call.part_mass = part_mass.mutable_data_ptr<T>();
   call.part_points = part_points.mutable_data_ptr<T>();
@@ -125,9 +125,9 @@ std::tuple<Tensor, Tensor, Tensor> sums_backward(Tensor grad_sums, Tensor grad_m
     call.mass = packed<T>("grad_mass", grad_mass, {b, h, f});
     call.keep = mask("keep", keep, b, n);
     call.level = packed<T>("level", level, {b, h});
-    Tensor grad_values = fresh(x, {b, h, n, call.width}, type_of<T>());
+    Tensor grad_values = fresh({b, h, n, call.width}, type_of<T>());
     call.grad_left = grad_values.mutable_data_ptr<T>();
-    const auto [grad_x, grad_points] = run_grads(x, call);
+    const auto [grad_x, grad_points] = run_grads(call);
     return std::make_tuple(grad_x, grad_points, grad_values);
   });
 }
@@ -147,11 +147,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mix_backward(Tensor grad, Tensor x, O
     if (mass) call.mass = packed<T>("mass", *mass, {b, h, f});
     call.out = packed<T>("out", out, {b, h, n, call.width});
     call.total = packed<T>("total", total, {b, h, mass ? n : 0});
-    Tensor grad_table = fresh(x, {b, h, f, call.width}, type_of<T>());
-    Tensor grad_mass = mass ? fresh(x, {b, h, f}, type_of<T>()) : fresh(x, {0}, type_of<T>());
+    Tensor grad_table = fresh({b, h, f, call.width}, type_of<T>());
+    Tensor grad_mass = mass ? fresh({b, h, f}, type_of<T>()) : fresh({0}, type_of<T>());
     call.grad_right = grad_table.mutable_data_ptr<T>();
     if (mass) call.grad_mass = grad_mass.mutable_data_ptr<T>();
-    const auto [grad_x, grad_points] = run_grads(x, call);
+    const auto [grad_x, grad_points] = run_grads(call);
     return std::make_tuple(grad_x, grad_points, grad_table, grad_mass);
   });
 }
@@ -177,8 +177,8 @@ std::tuple<Tensor, Tensor> causal(Tensor q, Tensor k, Tensor v, Optional points,
   return with_type("q", q, [&]<class T>() {
     FeatureCausal<T> call = describe_causal<T>(q, k, v, points, keep, map, q_factor, k_factor, divide);
     const int64_t b = call.q.items, h = call.q.heads, n = call.q.tokens;
-    Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
-    Tensor total = fresh(q, {b, h, n}, type_of<T>());
+    Tensor out = fresh({b, h, n, call.width}, type_of<T>());
+    Tensor total = fresh({b, h, n}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.total = total.mutable_data_ptr<T>();
     const FeatureKernels<T>& use = kernels().of<T>().features;
@@ -197,9 +197,9 @@ std::tuple<Tensor, Tensor, Tensor> causal_backward(Tensor grad, Tensor q, Tensor
     call.grad = tokens<T>("grad", grad, b, h, n, call.width);
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n, call.width}));  // only read
     call.total = const_cast<T*>(packed<T>("total", total, {b, h, n}));        // only read
-    Tensor grad_q = fresh(q, {b, h, n, d}, type_of<T>());
-    Tensor grad_k = fresh(q, {b, h, n_k, d}, type_of<T>());
-    Tensor grad_v = fresh(q, {b, h, n_k, call.width}, type_of<T>());
+    Tensor grad_q = fresh({b, h, n, d}, type_of<T>());
+    Tensor grad_k = fresh({b, h, n_k, d}, type_of<T>());
+    Tensor grad_v = fresh({b, h, n_k, call.width}, type_of<T>());
     call.grad_q = grad_q.mutable_data_ptr<T>();
     call.grad_k = grad_k.mutable_data_ptr<T>();
     call.grad_v = grad_v.mutable_data_ptr<T>();

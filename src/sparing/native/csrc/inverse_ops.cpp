@@ -17,7 +17,7 @@ Inverse<T> describe(const Tensor& a, const Tensor& start, int64_t steps) {
 Tensor forward(Tensor a, Tensor start, int64_t steps) {
   return with_type("a", a, [&]<class T>() {
     Inverse<T> call = describe<T>(a, start, steps);
-    Tensor out = fresh(a, {call.matrices, call.size, call.size}, type_of<T>());
+    Tensor out = fresh({call.matrices, call.size, call.size}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     const InverseKernels<T>& use = kernels().of<T>().inverse;
     in_parallel<T>(call.matrices, 1, use.scratch(call, false),
@@ -30,8 +30,8 @@ std::tuple<Tensor, Tensor> backward(Tensor grad, Tensor a, Tensor start, int64_t
   return with_type("a", a, [&]<class T>() {
     Inverse<T> call = describe<T>(a, start, steps);
     call.grad = packed<T>("grad", grad, {call.matrices, call.size, call.size});
-    Tensor grad_a = fresh(a, {call.matrices, call.size, call.size}, type_of<T>());
-    Tensor grad_start = fresh(a, {call.matrices, call.size, call.size}, type_of<T>());
+    Tensor grad_a = fresh({call.matrices, call.size, call.size}, type_of<T>());
+    Tensor grad_start = fresh({call.matrices, call.size, call.size}, type_of<T>());
     call.grad_a = grad_a.mutable_data_ptr<T>();
     call.grad_start = grad_start.mutable_data_ptr<T>();
     const InverseKernels<T>& use = kernels().of<T>().inverse;

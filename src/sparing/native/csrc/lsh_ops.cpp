@@ -22,12 +22,12 @@ Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
     call.used = packed<int64_t>("used", used, {call.items});
     for (int64_t i = 0; i < call.items; ++i)
       STD_TORCH_CHECK(call.used[i] >= 0 && call.used[i] <= call.rows, "used holds more rows than there are");
-    Tensor out = fresh(x, {call.rounds, call.items, call.heads, call.tokens}, ScalarType::Int);
+    Tensor out = fresh({call.rounds, call.items, call.heads, call.tokens}, ScalarType::Int);
     call.out = out.mutable_data_ptr<int32_t>();
     const int64_t tables = call.heads * call.rounds;
     const LshKernels<T>& use = kernels().of<T>().lsh;
-    Tensor rounded = fresh(x, {tables, use.rounded_size(call)}, ScalarType::Int);
-    Tensor near = fresh(x, {tables, call.rows, call.depth}, type_of<T>());
+    Tensor rounded = fresh({tables, use.rounded_size(call)}, ScalarType::Int);
+    Tensor near = fresh({tables, call.rows, call.depth}, type_of<T>());
     std::vector<RotationBounds> bounds(static_cast<size_t>(tables));
     call.rounded = rounded.mutable_data_ptr<int32_t>();
     call.near = near.mutable_data_ptr<T>();
@@ -191,10 +191,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
     Lsh<T>& call = all.call;
-    Tensor out = fresh(q, {call.items, call.heads, call.queries, call.width}, type_of<T>());
-    Tensor lse = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
-    Tensor total = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
-    Tensor hits = fresh(q, {call.items, call.heads, call.queries}, ScalarType::Long);
+    Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
+    Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());
+    Tensor total = fresh({call.items, call.heads, call.queries}, type_of<T>());
+    Tensor hits = fresh({call.items, call.heads, call.queries}, ScalarType::Long);
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
     call.total = total.mutable_data_ptr<T>();
@@ -219,9 +219,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n_q});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n_q, call.width}));  // only read
     call.lse = const_cast<T*>(packed<T>("lse", lse, {b, h, n_q}));  // only read
-    Tensor grad_q = fresh(q, {b, h, n_q, call.depth}, type_of<T>());
-    Tensor grad_k = fresh(q, {b, h, n_k, call.depth}, type_of<T>());
-    Tensor grad_v = fresh(q, {b, h, n_k, call.width}, type_of<T>());
+    Tensor grad_q = fresh({b, h, n_q, call.depth}, type_of<T>());
+    Tensor grad_k = fresh({b, h, n_k, call.depth}, type_of<T>());
+    Tensor grad_v = fresh({b, h, n_k, call.width}, type_of<T>());
     call.grad_q = grad_q.mutable_data_ptr<T>();
     call.grad_k = grad_k.mutable_data_ptr<T>();
     call.grad_v = grad_v.mutable_data_ptr<T>();

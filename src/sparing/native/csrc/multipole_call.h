@@ -96,25 +96,54 @@ struct MultipoleKernels {
   void (*forward)(const Multipole<T>&, int64_t begin, int64_t end, T* scratch);
 };
 
-// Attention of the queries after a past in clusters. Keys are numbered by rank.
+// What is known of one head's past, in two pieces of memory. Keys are numbered by rank.
+template <class T>
+struct StepPast {
+  const T *keys, *values;                       // [clusters][depth], [clusters][width]; values times weight
+  const T *offset, *weight, *spread, *scatter;  // [clusters]
+  const T* shares;                              // [ranks] weight of a key in its cluster
+  const T *mean, *variance;                     // [depth], [1] of the queries
+  T* queries;                                   // [block][depth] of the block that is not complete
+  const int32_t *begin, *size;                  // [clusters] where the members are
+  const int32_t *labels, *members;              // [ranks] cluster of a key, or -1; ranks sorted by cluster
+  const int32_t* visible;                       // [1] clusters
+
+  static int64_t reals(int64_t clusters, int64_t ranks, int64_t depth, int64_t width, int64_t block) {
+    return clusters * (depth + width + 4) + ranks + depth + 1 + block * depth;
+  }
+  static int64_t ints(int64_t clusters, int64_t ranks) { return 2 * clusters + 2 * ranks + 1; }
+
+  StepPast(T* reals, const int32_t* ints, int64_t clusters, int64_t ranks, int64_t depth, int64_t width) {
+    keys = reals, values = keys + clusters * depth;
+    offset = values + clusters * width, weight = offset + clusters;
+    spread = weight + clusters, scatter = spread + clusters;
+    shares = scatter + clusters, mean = shares + ranks, variance = mean + depth;
+    queries = reals + (variance + 1 - reals);
+    begin = ints, size = begin + clusters, labels = size + clusters, members = labels + ranks;
+    visible = members + ranks;
+  }
+};
+
+// Attention of the queries after a past in clusters.
 template <class T>
 struct MultipoleStep {
   Tokens<const T> q, k, v;
   int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
   int64_t clusters, ranks, places;  // that there is room for
   const int64_t* place;             // [items][places] position of a rank; null: the same
-  const int64_t *own, *visible;     // [items][queries] rank of a query's own key; [items] clusters
-  const T *mean, *variance;         // [items][heads][depth], [items][heads] of the queries
-  const T *pole_keys, *pole_values;  // [items][heads][clusters][depth], [...][width]; values times weight
-  const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
-  const int32_t *begin, *size;                 // [items][heads][clusters] where the members are
-  const int32_t *members, *labels;             // [items][heads][ranks]
-  const T* shares;                             // [items][heads][ranks]
+  const int64_t* own;               // [items][queries] rank of a query's own key
+  T* reals;                         // [items][heads][StepPast::reals(...)]
+  const int32_t* ints;              // [items][heads][StepPast::ints(...)]
   int64_t block, before, sinks, budget;
   bool second, by_mass;
   T cap, tolerance, scale;
-  T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
-  int64_t *touched, *summaries;  // [items][heads][queries] how many keys and summaries, and how many summaries
+  T* out;                                 // [items][heads][queries][width]
+  T *lse, *error, *touched, *summaries;  // [items][heads][queries]; keys and summaries read, summaries among them
+
+  StepPast<T> past(int64_t unit) const {
+    return {reals + unit * StepPast<T>::reals(clusters, ranks, depth, width, block),
+            ints + unit * StepPast<T>::ints(clusters, ranks), clusters, ranks, depth, width};
+  }
 };
 
 template <class T>

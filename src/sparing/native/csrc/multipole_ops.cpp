@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 #include "tensors.h"
 
@@ -23,7 +24,7 @@ Tensor cluster(Tensor x, Tensor valid, Tensor start, Tensor start_used, Tensor l
     STD_TORCH_CHECK(call.start[i] >= 0 && call.start[i] < call.rows, "start holds a row that x does not have");
   for (int64_t i = 0; i < call.units * call.taught; ++i)
     STD_TORCH_CHECK(call.lesson[i] >= 0 && call.lesson[i] < call.rows, "lesson holds a row that x does not have");
-  Tensor labels = fresh(x, {call.units, call.rows}, ScalarType::Long);
+  Tensor labels = fresh({call.units, call.rows}, ScalarType::Long);
   call.labels = labels.mutable_data_ptr<int64_t>();
   const KMeansKernels& use = kernels().kmeans;
   in_parallel<float>(call.units, 1, use.scratch(call),
@@ -43,7 +44,7 @@ Tensor metric_rows(Tensor k, Tensor factor, Tensor valid, int64_t limit) {
     call.factor = packed<double>("factor", factor, {call.items, call.heads, call.chunks, call.depth, call.depth});
     call.valid =
         reinterpret_cast<const uint8_t*>(packed<bool>("valid", valid, {call.items, call.chunks, call.size}));
-    Tensor out = fresh(k, {call.items * call.heads * call.chunks, call.size, call.depth}, ScalarType::Float);
+    Tensor out = fresh({call.items * call.heads * call.chunks, call.size, call.depth}, ScalarType::Float);
     call.out = out.mutable_data_ptr<float>();
     const MetricKernels<T>& use = kernels().of<T>().metric;
     in_parallel<double>(call.items * call.heads * call.chunks, 1, use.scratch(call),
@@ -87,11 +88,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> summarise(Ten
       STD_TORCH_CHECK(call.labels[i] >= -1 && call.labels[i] < every, "labels holds a cluster beyond the last");
     std::vector<int32_t> members(size_t(b * h * n)), bounds(size_t(b * h * (every + 1)));
     call.members = members.data(), call.bounds = bounds.data();
-    Tensor pole_keys = fresh(k, {b, h, every, call.depth}, type_of<T>());
-    Tensor pole_values = fresh(k, {b, h, every, call.width}, type_of<T>());
-    Tensor offset = fresh(k, {b, h, every}, type_of<T>()), weight = fresh(k, {b, h, every}, type_of<T>());
-    Tensor spread = fresh(k, {b, h, every}, type_of<T>()), scatter = fresh(k, {b, h, every}, type_of<T>());
-    Tensor shares = fresh(k, {b, h, n}, type_of<T>());
+    Tensor pole_keys = fresh({b, h, every, call.depth}, type_of<T>());
+    Tensor pole_values = fresh({b, h, every, call.width}, type_of<T>());
+    Tensor offset = fresh({b, h, every}, type_of<T>()), weight = fresh({b, h, every}, type_of<T>());
+    Tensor spread = fresh({b, h, every}, type_of<T>()), scatter = fresh({b, h, every}, type_of<T>());
+    Tensor shares = fresh({b, h, n}, type_of<T>());
     call.pole_keys = pole_keys.mutable_data_ptr<T>(), call.pole_values = pole_values.mutable_data_ptr<T>();
     call.offset = offset.mutable_data_ptr<T>(), call.weight = weight.mutable_data_ptr<T>();
     call.spread = spread.mutable_data_ptr<T>(), call.scatter = scatter.mutable_data_ptr<T>();
@@ -194,10 +195,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
         }
     });
     call.bounds = bounds.data();
-    Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
-    Tensor lse = fresh(q, {b, h, n}, type_of<T>());
-    Tensor error = fresh(q, {b, h, n}, type_of<T>());
-    Tensor read = fresh(q, {b, h, n}, ScalarType::Long), summaries = fresh(q, {b, h, n}, ScalarType::Long);
+    Tensor out = fresh({b, h, n, call.width}, type_of<T>());
+    Tensor lse = fresh({b, h, n}, type_of<T>());
+    Tensor error = fresh({b, h, n}, type_of<T>());
+    Tensor read = fresh({b, h, n}, ScalarType::Long), summaries = fresh({b, h, n}, ScalarType::Long);
     call.out = out.mutable_data_ptr<T>(), call.lse = lse.mutable_data_ptr<T>();
     call.error = error.mutable_data_ptr<T>();
     call.read = read.mutable_data_ptr<int64_t>(), call.summaries = summaries.mutable_data_ptr<int64_t>();
@@ -221,61 +222,53 @@ double squares(const Rows& rows, int64_t items, int64_t heads, int64_t from, int
   return total;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
-    Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, std::optional<Tensor> own, Tensor visible, Tensor mean,
-    Tensor variance, Tensor pole_keys, Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter,
-    Tensor begin, Tensor size, Tensor labels, Tensor shares, Tensor members, int64_t block, int64_t before,
-    int64_t sinks, int64_t budget, bool second, bool by_mass, double cap, double tolerance, double scale,
-    int64_t fresh_from, double limit) {
+std::tuple<Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, std::optional<Tensor> place, std::optional<Tensor> own,
+                                Tensor reals, Tensor ints, int64_t clusters, int64_t ranks, int64_t block,
+                                int64_t before, int64_t sinks, int64_t budget, bool second, bool by_mass, double cap,
+                                double tolerance, double scale, double limit) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
-    STD_TORCH_CHECK(pole_keys.dim() == 4 && labels.dim() == 3, "pole_keys must have 4 axes, and labels 3");
     MultipoleStep<T> call{};
     call.items = q.size(0), call.heads = q.size(1), call.queries = q.size(2), call.depth = q.size(3);
-    call.keys = k.size(2), call.width = v.size(3), call.clusters = pole_keys.size(2), call.ranks = labels.size(2);
-    const int64_t b = call.items, h = call.heads, n = call.queries, c = call.clusters, kv = k.size(1);
+    call.keys = k.size(2), call.width = v.size(3), call.clusters = clusters, call.ranks = ranks;
+    const int64_t b = call.items, h = call.heads, n = call.queries, kv = k.size(1);
     constexpr int64_t kMost = int64_t(1) << 30;
-    STD_TORCH_CHECK(call.keys < kMost && n < kMost && c < kMost, "tokens are numbered in 32 bits: at most 2^30");
+    STD_TORCH_CHECK(call.keys < kMost && n < kMost && block < kMost, "tokens are numbered in 32 bits: at most 2^30");
+    STD_TORCH_CHECK(clusters >= 0 && clusters < kMost, "clusters must be from 0 to 2^30");
+    STD_TORCH_CHECK(ranks >= 0 && ranks < kMost, "ranks must be from 0 to 2^30");
     STD_TORCH_CHECK(kv >= 1 && h % kv == 0, "the heads of q must be a multiple of those of k");
     STD_TORCH_CHECK(block >= 1, "block must be at least 1");
     STD_TORCH_CHECK(before >= 0 && sinks >= 0 && budget >= 0, "before, sinks and keys must not be negative");
+    STD_TORCH_CHECK(tolerance >= 0, "tolerance must not be negative");
     call.groups = h / kv;
     call.q = tokens<T>("q", q, b, h, n, call.depth);
     call.k = tokens<T>("k", k, b, kv, call.keys, call.depth);
     call.v = tokens<T>("v", v, b, kv, call.keys, call.width);
-    const std::vector<int64_t> last(own ? 0 : size_t(b * n), call.keys - 1);
+    packed<T>("reals", reals, {b, h, StepPast<T>::reals(clusters, ranks, call.depth, call.width, block)});
+    call.reals = reals.mutable_data_ptr<T>();
+    call.ints = packed<int32_t>("ints", ints, {b, h, StepPast<T>::ints(clusters, ranks)});
+    const bool checks = limit < std::numeric_limits<double>::infinity();
+    STD_TORCH_CHECK(own || n == 1, "own must say where each of several queries stands");
+    STD_TORCH_CHECK((own && !checks) || n <= call.keys, "k holds fewer keys than there are queries");
+    const std::vector<int64_t> last(own ? 0 : size_t(b), call.keys - 1);
     call.own = own ? packed<int64_t>("own", *own, {b, n}) : last.data();
-    call.visible = packed<int64_t>("visible", visible, {b});
-    STD_TORCH_CHECK(fresh_from >= 0 && fresh_from <= call.keys, "fresh_from lies beyond the last key");
-    if (limit < std::numeric_limits<double>::infinity()) {
-      const double size = squares<T>(call.q, b, h, 0, n, call.depth) +
-                          squares<T>(call.k, b, kv, fresh_from, call.keys, call.depth) +
-                          squares<T>(call.v, b, kv, fresh_from, call.keys, call.width);
-      STD_TORCH_CHECK(size <= limit * limit, "q, k or v holds an entry that is infinite, NaN or beyond limit");
-    }
-    call.mean = packed<T>("mean", mean, {b, h, call.depth});
-    call.variance = packed<T>("variance", variance, {b, h});
-    call.pole_keys = packed<T>("pole_keys", pole_keys, {b, h, c, call.depth});
-    call.pole_values = packed<T>("pole_values", pole_values, {b, h, c, call.width});
-    call.offset = packed<T>("offset", offset, {b, h, c}), call.weight = packed<T>("weight", weight, {b, h, c});
-    call.spread = packed<T>("spread", spread, {b, h, c}), call.scatter = packed<T>("scatter", scatter, {b, h, c});
-    call.begin = packed<int32_t>("begin", begin, {b, h, c}), call.size = packed<int32_t>("size", size, {b, h, c});
-    call.labels = packed<int32_t>("labels", labels, {b, h, call.ranks});
-    call.members = packed<int32_t>("members", members, {b, h, call.ranks});
-    call.shares = packed<T>("shares", shares, {b, h, call.ranks});
     call.block = block, call.before = before < call.keys ? before : call.keys;
     call.sinks = sinks < call.keys ? sinks : call.keys, call.budget = budget < call.keys ? budget : call.keys;
     call.second = second, call.by_mass = by_mass, call.cap = T(cap), call.scale = T(scale);
-    STD_TORCH_CHECK(tolerance >= 0, "tolerance must not be negative");
     call.tolerance = T(tolerance);
     for (int64_t i = 0; i < b; ++i) {
-      // Whole vectors are read, up to so many clusters too far.
-      STD_TORCH_CHECK(call.visible[i] >= 0 && (call.visible[i] == 0 || call.visible[i] + 16 <= c),
-                      "visible counts clusters that are not there; there must be room for 16 more");
+      for (int64_t head = 0; head < h; ++head) {
+        const int64_t visible = *call.past(i * h + head).visible;
+        // Whole vectors are read, up to so many clusters too far.
+        STD_TORCH_CHECK(visible >= 0 && (visible == 0 || visible + 16 <= clusters),
+                        "ints: more clusters are visible than there are; there must be room for 16 more");
+        for (int64_t j = 0; visible && j < n; ++j)
+          STD_TORCH_CHECK(call.own[i * n + j] < 0 || call.own[i * n + j] / block * block <= ranks,
+                          "ranks does not reach up to the block");
+      }
       for (int64_t j = 0; j < n; ++j) {
-        const int64_t rank = call.own[i * n + j], from = rank / block * block;
+        const int64_t rank = call.own[i * n + j];
         STD_TORCH_CHECK(rank >= -1 && rank < call.keys, "own names a key that is not there");
-        STD_TORCH_CHECK(!call.visible[i] || rank < 0 || from <= call.ranks, "labels does not reach up to the block");
       }
     }
     if (place) {
@@ -286,16 +279,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> step(
         for (int64_t j = 0; j < n; ++j)
           STD_TORCH_CHECK(call.own[i * n + j] < call.places, "place does not reach up to own");
     }
-    Tensor out = fresh(q, {b, h, n, call.width}, type_of<T>());
-    Tensor lse = fresh(q, {b, h, n}, type_of<T>()), error = fresh(q, {b, h, n}, type_of<T>());
-    Tensor touched = fresh(q, {b, h, n}, ScalarType::Long), summaries = fresh(q, {b, h, n}, ScalarType::Long);
-    call.out = out.mutable_data_ptr<T>(), call.lse = lse.mutable_data_ptr<T>();
-    call.error = error.mutable_data_ptr<T>();
-    call.touched = touched.mutable_data_ptr<int64_t>(), call.summaries = summaries.mutable_data_ptr<int64_t>();
+    if (checks) {
+      const double size = squares<T>(call.q, b, h, 0, n, call.depth) +
+                          squares<T>(call.k, b, kv, call.keys - n, call.keys, call.depth) +
+                          squares<T>(call.v, b, kv, call.keys - n, call.keys, call.width);
+      STD_TORCH_CHECK(size <= limit * limit, "q, k or v holds an entry that is infinite, NaN or beyond limit");
+    }
+    Tensor out = fresh({b, h, n, call.width}, type_of<T>()), notes = fresh({4, b, h, n}, type_of<T>());
+    call.out = out.mutable_data_ptr<T>();
+    call.lse = notes.mutable_data_ptr<T>(), call.error = call.lse + b * h * n;
+    call.touched = call.error + b * h * n, call.summaries = call.touched + b * h * n;
     const StepKernels<T>& use = kernels().of<T>().step;
-    in_parallel<T>(b * h, 1, use.scratch(call),
-                   [&](int64_t from, int64_t to, T* scratch) { use.forward(call, from, to, scratch); });
-    return std::make_tuple(out, lse, error, touched, summaries);
+    // Heads read different numbers of keys: who is free takes the next one.
+    std::atomic<int64_t> next{0};
+    in_parallel<T>(std::min<int64_t>(b * h, torch::stable::get_num_threads()), 1, use.scratch(call),
+                   [&](int64_t, int64_t, T* scratch) {
+                     for (int64_t unit; (unit = next++) < b * h;) use.forward(call, unit, unit + 1, scratch);
+                   });
+    if (!own)
+      for (int64_t unit = 0; unit < b * h; ++unit)
+        std::copy_n(call.q.at(unit / h, unit % h, 0), call.depth,
+                    call.past(unit).queries + (call.keys - 1) % block * call.depth);
+    return std::make_tuple(out, notes);
   });
 }
 

@@ -123,7 +123,8 @@ template <class T>
 struct StepQuery {
   const MultipoleStep<T>& call;
   StepMemory<T>& memory;
-  int64_t item, head, unit, own;
+  const StepPast<T> past;
+  int64_t item, head, own;
   const T* q;
   int64_t shown;       // clusters
   int64_t from, low;   // ranks from here on are exact; near by
@@ -142,32 +143,27 @@ struct StepQuery {
     memory.value[rows++] = call.v.at(item, kv, at);
   }
 
-  const int32_t* labels() const { return call.labels + unit * call.ranks; }
-  const T* shares() const { return call.shares + unit * call.ranks; }
-
   // |q - mean|^2 over the mean of that.
   void sound() {
-    const T* mean = call.mean + unit * call.depth;
-    const T spread = call.variance[unit];
+    const T spread = *past.variance;
     T total = T(0);
-    for (int64_t k = 0; k < call.depth; ++k) total += (q[k] - mean[k]) * (q[k] - mean[k]);
+    for (int64_t k = 0; k < call.depth; ++k) total += (q[k] - past.mean[k]) * (q[k] - past.mean[k]);
     loud = spread > T(0) ? total / spread : T(0);
   }
 
   SPARING_INLINE Vec<T> variance(int64_t c) const {
-    const Vec<T> x = loud * load<T>(call.spread + unit * call.clusters + c);
+    const Vec<T> x = loud * load<T>(past.spread + c);
     return x < call.cap ? x : all(call.cap);
   }
 
   // Scores of all summaries, and what expanding them is worth.
   void score() {
-    const int64_t at = unit * call.clusters;
-    dots_with<T>(q, call.depth, shown, [&](int64_t c) { return call.pole_keys + (at + c) * call.depth; }, memory.score);
-    for (int64_t c = 0; c < shown; ++c) memory.left[c] = T(call.size[at + c]), memory.gone[c] = T(0);
+    dots_with<T>(q, call.depth, shown, [&](int64_t c) { return past.keys + c * call.depth; }, memory.score);
+    for (int64_t c = 0; c < shown; ++c) memory.left[c] = T(past.size[c]), memory.gone[c] = T(0);
     for (int64_t c = shown; c < shown + lanes<T>; ++c) memory.left[c] = memory.gone[c] = T(0);
     Vec<T> top = all(kNever<T>), members{}, scatters{}, clusters{};
     for (int64_t c = 0; c < shown; c += lanes<T>) {
-      Vec<T> x = load<T>(memory.score + c) * call.scale + load<T>(call.offset + at + c);
+      Vec<T> x = load<T>(memory.score + c) * call.scale + load<T>(past.offset + c);
       if (call.second) x += T(0.5) * variance(c);
       const Vec<T> size = load<T>(memory.left + c);
       const IntVec<T> some = size > T(0);
@@ -175,11 +171,11 @@ struct StepQuery {
       store<T>(memory.score + c, x);
       top = larger<T>(top, x);
       clusters += some ? all(T(1)) : Vec<T>{};
-      members += size, scatters += some ? size * load<T>(call.scatter + at + c) : Vec<T>{};
+      members += size, scatters += some ? size * load<T>(past.scatter + c) : Vec<T>{};
     }
     for (int64_t rank = low; rank < from; ++rank) {
-      const int32_t label = labels()[rank];
-      if (label >= 0) memory.left[label] -= T(1), memory.gone[label] += shares()[rank];
+      const int32_t label = past.labels[rank];
+      if (label >= 0) memory.left[label] -= T(1), memory.gone[label] += past.shares[rank];
     }
     shift = largest<T>(top);
     if (shift == kNever<T>) shift = T(0);
@@ -187,11 +183,11 @@ struct StepQuery {
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       const IntVec<T> some = load<T>(memory.left + c) > T(0);
       const Vec<T> f = some ? exponential(load<T>(memory.score + c) - shift) : Vec<T>{};
-      const Vec<T> mass = some ? f * (load<T>(call.weight + at + c) - load<T>(memory.gone + c)) : Vec<T>{};
+      const Vec<T> mass = some ? f * (load<T>(past.weight + c) - load<T>(memory.gone + c)) : Vec<T>{};
       total += mass;
       const Vec<T> left = load<T>(memory.left + c);
       Vec<T> worth = mass * mass / (left > T(1) ? left : all(T(1)));
-      if (!call.by_mass) worth *= surplus<T>(variance(c)) * load<T>(call.scatter + at + c);
+      if (!call.by_mass) worth *= surplus<T>(variance(c)) * load<T>(past.scatter + c);
       store<T>(memory.worth + c, some ? worth : Vec<T>{});
     }
     if (call.tolerance > T(0)) {
@@ -216,9 +212,8 @@ struct StepQuery {
   }
 
   void expand(int64_t c) {
-    const int64_t at = unit * call.clusters + c;
-    const int32_t* members = call.members + unit * call.ranks + call.begin[at];
-    for (int32_t i = 0; i < call.size[at]; ++i)
+    const int32_t* members = past.members + past.begin[c];
+    for (int32_t i = 0; i < past.size[c]; ++i)
       if (members[i] < low) look_at(members[i]);
     memory.score[c] = kNever<T>, memory.worth[c] = T(-1);
   }
@@ -246,11 +241,10 @@ struct StepQuery {
         expand(memory.which[i]);
       }
     }
-    const int64_t at = unit * call.clusters;
     for (int64_t c = 0; c < shown; c += lanes<T>) {
       const Vec<T> worth = load<T>(memory.worth + c);
       Vec<T> kept = worth * load<T>(memory.left + c);
-      if (call.by_mass) kept *= surplus<T>(variance(c)) * load<T>(call.scatter + at + c);
+      if (call.by_mass) kept *= surplus<T>(variance(c)) * load<T>(past.scatter + c);
       missed += sum<T>(worth > T(0) ? kept : Vec<T>{});
     }
     for (int64_t c = 0; c < shown; ++c) spared += memory.worth[c] >= T(0) && memory.left[c] > T(0);
@@ -297,28 +291,27 @@ struct StepQuery {
     T total = weigh_rows(top);
     int64_t terms = rows;
     if (spared) {
-      const int64_t at = unit * call.clusters;
-      Vec<T> totals{};
+        Vec<T> totals{};
       const T bound = light * exponential(all(shift - top))[0];
       for (int64_t c = 0; c < shown; c += lanes<T>) {
         IntVec<T> some = load<T>(memory.left + c) > T(0);
         const Vec<T> factor = exponential(load<T>(memory.score + c) - top);
-        const Vec<T> mass = factor * (load<T>(call.weight + at + c) - load<T>(memory.gone + c));
+        const Vec<T> mass = factor * (load<T>(past.weight + c) - load<T>(memory.gone + c));
         some &= !(mass < bound);
         store<T>(memory.mass + c, some ? factor : Vec<T>{});
         totals += some ? mass : Vec<T>{};
       }
       total += sum<T>(totals);
       for (int64_t c = 0; c < shown; ++c) {
-        if (memory.mass[c] * call.weight[at + c] < kFaint<T> * total) memory.mass[c] = T(0);
+        if (memory.mass[c] * past.weight[c] < kFaint<T> * total) memory.mass[c] = T(0);
         if (memory.mass[c] == T(0)) continue;
         memory.weight[terms] = memory.mass[c];
-        memory.value[terms++] = call.pole_values + (at + c) * call.width;
+        memory.value[terms++] = past.values + c * call.width;
       }
       // A summary holds its members near by, which are exact.
       for (int64_t r = 0; r < near; ++r) {
-        const int32_t label = labels()[low + r];
-        if (label >= 0) memory.weight[r] -= memory.mass[label] * shares()[low + r];
+        const int32_t label = past.labels[low + r];
+        if (label >= 0) memory.weight[r] -= memory.mass[label] * past.shares[low + r];
       }
     }
     mix<T>(memory.weight, memory.value, terms, call.width, out);
@@ -327,7 +320,7 @@ struct StepQuery {
     call.lse[row] = T(__builtin_log(double(total)) + double(top));
     call.error[row] =
         missed > T(0) ? T(__builtin_sqrt(double(missed)) * __builtin_exp(double(shift) - double(call.lse[row]))) : T(0);
-    call.touched[row] = rows + spared, call.summaries[row] = spared;
+    call.touched[row] = T(rows + spared), call.summaries[row] = T(spared);
   }
 };
 
@@ -341,20 +334,22 @@ template <class T>
 void step_forward(const MultipoleStep<T>& call, int64_t begin, int64_t end, T* scratch) {
   StepMemory<T> memory{};
   memory.lay_out(call, scratch);
-  for (int64_t unit = begin; unit < end; ++unit)
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t item = unit / call.heads, head = unit % call.heads;
+    const StepPast<T> past = call.past(unit);
     for (int64_t i = 0; i < call.queries; ++i) {
-      const int64_t item = unit / call.heads, head = unit % call.heads, row = unit * call.queries + i;
-      const int64_t own = call.own[item * call.queries + i];
+      const int64_t row = unit * call.queries + i, own = call.own[item * call.queries + i];
       if (own < 0) {
         for (int64_t e = 0; e < call.width; ++e) call.out[row * call.width + e] = T(0);
-        call.lse[row] = kNever<T>, call.error[row] = T(0), call.touched[row] = call.summaries[row] = 0;
+        call.lse[row] = kNever<T>, call.error[row] = call.touched[row] = call.summaries[row] = T(0);
         continue;
       }
       const int64_t from = own / call.block * call.block, reach = own - call.before < from ? own - call.before : from;
-      StepQuery<T> query{call, memory, item, head, unit, own, call.q.at(item, head, i), call.visible[item], from,
+      StepQuery<T> query{call, memory, past, item, head, own, call.q.at(item, head, i), *past.visible, from,
                          reach > 0 ? reach : 0};
       query.answer(row);
     }
+  }
 }
 
 template <class T>

@@ -23,9 +23,9 @@ std::tuple<Tensor, Tensor> received(Tensor q, Tensor k, Optional keep, Optional 
     // Few heads share their queries among several tasks; a maximum is the same in any order.
     const int64_t units = call.items * call.heads;
     call.parts = units >= 8 || units == 0 ? 1 : 8 / units;
-    Tensor parts = fresh(q, {call.items, call.heads, call.parts, call.keys}, type_of<T>());
-    Tensor largest = fresh(q, {call.items, call.heads, call.keys}, type_of<T>());
-    Tensor lse = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
+    Tensor parts = fresh({call.items, call.heads, call.parts, call.keys}, type_of<T>());
+    Tensor largest = fresh({call.items, call.heads, call.keys}, type_of<T>());
+    Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());
     call.largest = parts.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
     const ReceivedKernels<T>& use = kernels().of<T>().received;
@@ -101,14 +101,14 @@ Tensor project(Tensor x, Tensor weight, Optional bias, Tensor counts, Tensor ran
     call.seed = uint64_t(seed), call.purpose = uint32_t(purpose);
     call.shared = shared, call.stratified = stratified;
     const ProjectionKernels<T>& use = kernels().of<T>().projection;
-    Tensor out = fresh(x, {b, h, n, call.width}, type_of<T>());
-    Tensor rows = fresh(x, {h, use.row_entries(call)}, type_of<T>());
-    Tensor inverse = fresh(x, {h, d}, type_of<T>());
-    Tensor ladder = fresh(x, {h, d}, ScalarType::Double);
-    Tensor starts = fresh(x, {h, kStarts}, ScalarType::Int);
-    Tensor list = fresh(x, {h, d}, ScalarType::Int);
+    Tensor out = fresh({b, h, n, call.width}, type_of<T>());
+    Tensor rows = fresh({h, use.row_entries(call)}, type_of<T>());
+    Tensor inverse = fresh({h, d}, type_of<T>());
+    Tensor ladder = fresh({h, d}, ScalarType::Double);
+    Tensor starts = fresh({h, kStarts}, ScalarType::Int);
+    Tensor list = fresh({h, d}, ScalarType::Int);
     const bool listed = shared && !stratified;  // strata depend on a token's own count
-    Tensor listed_rows = fresh(x, {h, listed ? use.row_entries(call) : 0}, type_of<T>());
+    Tensor listed_rows = fresh({h, listed ? use.row_entries(call) : 0}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.rows = rows.mutable_data_ptr<T>();
     call.inverse = inverse.mutable_data_ptr<T>();

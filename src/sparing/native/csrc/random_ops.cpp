@@ -13,7 +13,7 @@ Tensor draw(const Tensor& streams, int64_t seed, int64_t purpose, int64_t count,
   STD_TORCH_CHECK(count >= 0, "count must not be negative");
   const int64_t heads = streams.size(0), blocks = (count + 3) / 4;
   const int64_t* stream = packed<int64_t>("streams", streams, {heads});
-  Tensor numbers = fresh(streams, {heads, count}, type_of<Number>());
+  Tensor numbers = fresh({heads, count}, type_of<Number>());
   Number* out = static_cast<Number*>(numbers.mutable_data_ptr());
   torch::stable::parallel_for(0, heads * blocks, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {

@@ -22,7 +22,7 @@ Tensor means(Tensor x, Optional keep, int64_t segments) {
     STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
     Segments<T> call = describe<T>(x, keep, x.size(2), segments);
     call.x = tokens<T>("x", x, call.items, call.heads, call.tokens, call.width);
-    Tensor out = fresh(x, {call.items, call.heads, segments, call.width}, type_of<T>());
+    Tensor out = fresh({call.items, call.heads, segments, call.width}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     const SegmentKernels<T>& use = kernels().of<T>().segments;
     in_parallel<T>(call.items * call.heads, 1, 0, [&](int64_t begin, int64_t end, T*) { use.means(call, begin, end); });
@@ -35,7 +35,7 @@ Tensor means_backward(Tensor grad, Optional keep, int64_t count) {
     STD_TORCH_CHECK(grad.dim() == 4, "grad must have 4 axes");
     Segments<T> call = describe<T>(grad, keep, count, grad.size(2));
     call.x = tokens<T>("grad", grad, call.items, call.heads, call.segments, call.width);
-    Tensor out = fresh(grad, {call.items, call.heads, count, call.width}, type_of<T>());
+    Tensor out = fresh({call.items, call.heads, count, call.width}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     const SegmentKernels<T>& use = kernels().of<T>().segments;
     in_parallel<T>(call.items * call.heads, 1, 0,

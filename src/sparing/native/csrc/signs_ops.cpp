@@ -22,8 +22,8 @@ Signs<T> describe(const Tensor& x, const Optional& keep, const Tensor& streams, 
 }
 
 template <class T>
-Tensor run(Signs<T> call, const Tensor& like, bool backward) {
-  Tensor out = fresh(like, {call.items, call.heads, backward ? call.tokens : call.slots, call.width}, type_of<T>());
+Tensor run(Signs<T> call, bool backward) {
+  Tensor out = fresh({call.items, call.heads, backward ? call.tokens : call.slots, call.width}, type_of<T>());
   call.out = out.mutable_data_ptr<T>();
   const SignKernels<T>& use = kernels().of<T>().signs;
   in_parallel<T>(use.tasks(call, backward), 1, use.scratch(call, backward),
@@ -38,7 +38,7 @@ Tensor forward(Tensor x, Optional keep, Tensor streams, int64_t seed, int64_t pu
     STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
     Signs<T> call = describe<T>(x, keep, streams, seed, purpose, x.size(2), slots);
     call.x = tokens<T>("x", x, call.items, call.heads, call.tokens, call.width);
-    return run(call, x, false);
+    return run(call, false);
   });
 }
 
@@ -47,7 +47,7 @@ Tensor backward(Tensor grad, Optional keep, Tensor streams, int64_t seed, int64_
     STD_TORCH_CHECK(grad.dim() == 4, "grad must have 4 axes");
     Signs<T> call = describe<T>(grad, keep, streams, seed, purpose, count, grad.size(2));
     call.x = tokens<T>("grad", grad, call.items, call.heads, call.slots, call.width);
-    return run(call, grad, true);
+    return run(call, true);
   });
 }
 

@@ -22,9 +22,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::op
     call.k = tokens<T>("k", k, call.items, call.heads, call.keys, call.depth);
     call.v = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
     call.keep = mask("keep", keep, call.items, call.keys);
-    Tensor out = fresh(q, {call.items, call.heads, call.queries, call.width}, type_of<T>());
-    Tensor lse = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
-    Tensor all_lse = fresh(q, {call.items, call.heads, with_all ? call.queries : 0}, type_of<T>());
+    Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
+    Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());
+    Tensor all_lse = fresh({call.items, call.heads, with_all ? call.queries : 0}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
     call.all_lse = with_all ? all_lse.mutable_data_ptr<T>() : nullptr;

@@ -37,8 +37,8 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, 
                                    int64_t right, bool causal, double scale) {
   return with_type("q", q, [&]<class T>() {
     Window<T> call = describe<T>(q, k, v, keep, shared, left, right, causal, scale);
-    Tensor out = fresh(q, {call.items, call.heads, call.tokens, call.width}, type_of<T>());
-    Tensor lse = fresh(q, {call.items, call.heads, call.tokens}, type_of<T>());
+    Tensor out = fresh({call.items, call.heads, call.tokens, call.width}, type_of<T>());
+    Tensor lse = fresh({call.items, call.heads, call.tokens}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
     const WindowKernels<T>& use = kernels().of<T>().window;
@@ -58,9 +58,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n, call.width}));  // only read
     call.lse = const_cast<T*>(packed<T>("lse", lse, {b, h, n}));  // only read
-    Tensor grad_q = fresh(q, {b, h, n, call.depth}, type_of<T>());
-    Tensor grad_k = fresh(q, {b, h, n, call.depth}, type_of<T>());
-    Tensor grad_v = fresh(q, {b, h, n, call.width}, type_of<T>());
+    Tensor grad_q = fresh({b, h, n, call.depth}, type_of<T>());
+    Tensor grad_k = fresh({b, h, n, call.depth}, type_of<T>());
+    Tensor grad_v = fresh({b, h, n, call.width}, type_of<T>());
     call.grad_q = grad_q.mutable_data_ptr<T>();
     call.grad_k = grad_k.mutable_data_ptr<T>();
     call.grad_v = grad_v.mutable_data_ptr<T>();

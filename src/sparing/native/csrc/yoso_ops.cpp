@@ -19,7 +19,7 @@ Tensor codes(Tensor x, Tensor streams, Tensor bits, int64_t seed, Numbers purpos
     const Sampling sampling(streams, bits, seed, purposes, hashes, gaussian, items, heads, depth);
     const Side<T> side(tokens<T>("x", x, items, heads, count, depth), nullptr, items, heads, count,
                        hashes_at_once(hashes));
-    Tensor out = fresh(x, {items, heads, count, hashes}, ScalarType::Long);
+    Tensor out = fresh({items, heads, count, hashes}, ScalarType::Long);
     int64_t *to = out.mutable_data_ptr<int64_t>(), done = 0;
     for (const Chunk& chunk : sampling.chunks) {
       hash_sides<T>(sampling, chunk, items, heads, depth, {&side});
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, 
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
     const Call<T> call(q, k, v.size(3), keep, streams, bits, seed, purposes, hashes, gaussian);
-    Tensor out = fresh(q, {call.items, call.heads, call.queries, call.width}, type_of<T>());
+    Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
     const bool is_short = v.scalar_type() == ScalarType::BFloat16;
     for (const Chunk& chunk : call.sampling.chunks) {
       hash_sides<T>(call.sampling, chunk, call.items, call.heads, call.depth, {&call.q, &call.k});
@@ -106,8 +106,8 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, 
         sums.values.x = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
       run(sums);
     }
-    if (!unit) return std::make_tuple(out, fresh(q, {0}, type_of<T>()));
-    Tensor inverse = fresh(q, {call.items, call.heads, call.queries}, type_of<T>());
+    if (!unit) return std::make_tuple(out, fresh({0}, type_of<T>()));
+    Tensor inverse = fresh({call.items, call.heads, call.queries}, type_of<T>());
     const UnitRows<T> rows{out.mutable_data_ptr<T>(), call.width, *unit, inverse.mutable_data_ptr<T>()};
     torch::stable::parallel_for(
         0, call.items * call.heads * call.queries, kRowsOfATask,
@@ -144,10 +144,9 @@ Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Option
 
 // Where no gradient is wanted, an empty tensor. Only padded tokens are not written later.
 template <class T>
-Tensor gradient(const Tensor& like, bool wanted, bool padded, int64_t items, int64_t heads, int64_t count,
-                int64_t width) {
-  if (!wanted) return fresh(like, {0}, type_of<T>());
-  Tensor grad = fresh(like, {items, heads, count, width}, type_of<T>());
+Tensor gradient(bool wanted, bool padded, int64_t items, int64_t heads, int64_t count, int64_t width) {
+  if (!wanted) return fresh({0}, type_of<T>());
+  Tensor grad = fresh({items, heads, count, width}, type_of<T>());
   if (padded) std::memset(grad.mutable_data_ptr<T>(), 0, size_t(items * heads * count * width) * sizeof(T));
   return grad;
 }
@@ -163,9 +162,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Optional out, Optional 
     const Values<T> grads = gradient_of_sums(call, grad, out, inverse, unit.has_value(), along);
     const Tokens<const T> values = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
     const bool padded = keep.has_value();
-    Tensor grad_q = gradient<T>(q, to_q, false, call.items, call.heads, call.queries, call.depth);
-    Tensor grad_k = gradient<T>(q, to_k, padded, call.items, call.heads, call.keys, call.depth);
-    Tensor grad_v = gradient<T>(q, to_v, padded, call.items, call.heads, call.keys, call.width);
+    Tensor grad_q = gradient<T>(to_q, false, call.items, call.heads, call.queries, call.depth);
+    Tensor grad_k = gradient<T>(to_k, padded, call.items, call.heads, call.keys, call.depth);
+    Tensor grad_v = gradient<T>(to_v, padded, call.items, call.heads, call.keys, call.width);
     for (const Chunk& chunk : call.sampling.chunks) {
       hash_sides<T>(call.sampling, chunk, call.items, call.heads, call.depth, {&call.q, &call.k});
       if (to_v) {

@@ -1,0 +1,86 @@
+"""What `multipole_step` reads of sequences that grow."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+
+import torch
+from torch import Tensor
+
+_Sizes = dict[str, tuple[int, ...]]
+
+
+class StepPast:
+    """Two tensors, [B, H, .], cut into named parts: a step pays for every tensor that it is given.
+
+    Each [B, H, ...]:
+    - keys [clusters, depth], values [clusters, width] (times weight), offset, weight, spread, scatter [clusters]:
+      summaries; begin, size [clusters]: where a cluster's members are
+    - labels [ranks]: the cluster that stands for a key, or -1; shares [ranks]: its weight there; members [ranks]: ranks
+      sorted by cluster
+    - visible []: clusters that are in use, the first ones
+    - mean [depth], variance []: of the queries; queries [block, depth]: those of the block that is not complete
+    """
+
+    def __init__(self, q: Tensor, width: int, block: int) -> None:
+        """Without keys. q: queries (B, H, ., depth) that show sizes, device and type."""
+        self.depth, self.width, self.block = q.shape[3], width, block
+        self.clusters = self.ranks = 0  # that there is room for
+        self.reals, self.ints = self._room(q)
+
+    def part(self, name: str) -> Tensor:
+        """A view of a part."""
+        return self.parts()[name]
+
+    def parts(self) -> dict[str, Tensor]:
+        """Views of all of them."""
+        found: dict[str, Tensor] = {}
+        for store, sizes in zip((self.reals, self.ints), self._sizes(), strict=True):
+            pieces = store.split([math.prod(size) for size in sizes.values()], dim=2)
+            for (name, size), piece in zip(sizes.items(), pieces, strict=True):
+                found[name] = piece.unflatten(2, size) if size else piece.squeeze(2)
+        return found
+
+    def make_room(self, clusters: int, ranks: int) -> None:
+        """For so many, and a quarter more than before where that is not enough."""
+        if clusters <= self.clusters and ranks <= self.ranks:
+            return
+        before = self.parts()
+        if clusters > self.clusters:
+            self.clusters = max(clusters, self.clusters * 5 // 4)
+        if ranks > self.ranks:
+            self.ranks = max(ranks, self.ranks * 5 // 4)
+        self.reals, self.ints = self._room(self.reals)
+        for name, x in self.parts().items():
+            old = before[name]
+            if x.shape == old.shape:
+                x.copy_(old)
+                continue
+            x[:, :, : old.shape[2]] = old
+            if name == "labels":
+                x[:, :, old.shape[2] :] = -1
+
+    def of(self, items: slice) -> StepPast:
+        """The same of some items of the batch."""
+        some = copy(self)
+        some.reals, some.ints = self.reals[items], self.ints[items]
+        return some
+
+    def select(self, items: Tensor) -> None:
+        """Go on with these items, in this order; an item may appear again."""
+        self.reals, self.ints = (x.index_select(0, items) for x in (self.reals, self.ints))
+
+    def _room(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        reals, ints = (sum(math.prod(size) for size in sizes.values()) for sizes in self._sizes())
+        return like.new_zeros(*like.shape[:2], reals), like.new_zeros(*like.shape[:2], ints, dtype=torch.int32)
+
+    def _sizes(self) -> tuple[_Sizes, _Sizes]:
+        """Of the parts, in their order in memory, which the kernel knows, too."""
+        rows, ranks = (self.clusters,), (self.ranks,)
+        reals: _Sizes = {
+            "keys": (*rows, self.depth), "values": (*rows, self.width), "offset": rows, "weight": rows, "spread": rows,
+            "scatter": rows, "shares": ranks, "mean": (self.depth,), "variance": (),
+            "queries": (self.block, self.depth),
+        }  # fmt: skip
+        return reals, {"begin": rows, "size": rows, "labels": ranks, "members": ranks, "visible": ()}
