@@ -22,6 +22,18 @@ def test_compare_prints_a_readable_table(capsys):
         assert word in out, f"{word!r} is missing in\n{out}"
 
 
+def test_compare_by_layer(capsys):
+    methods = "multipole(clusters=8, keys=8),top_keys(keys=8)"
+    assert main(["compare", "--methods", methods, "--length", "64", "--documents", "1", "--layers"]) == 0
+    lines = capsys.readouterr().out.partition("by layer")[2].splitlines()
+    head, ours, bar, best = (next(x.split() for x in lines if word in x) for word in ("mean", "mult", "its", "top_"))
+    assert head == ["method", *"012345", "mean"]
+    assert len(ours) == len(best) + 1, "the spec of multipole has a blank"
+    numbers = [float(x) for x in ours[-7:]]
+    assert numbers[-1] == pytest.approx(sum(numbers[:6]) / 6, abs=1e-4)
+    assert all(-1 <= float(x) <= 1 for x in bar[-7:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -1,12 +1,14 @@
 """Errors, times and captured layers: numbers that can be wrong in ways a table would hide."""
 
+import math
+
 import pytest
 import torch
 
 import sparing
 from sparing.measure.capture import capture
 from sparing.measure.compare import BUDGETS, compare, shape_of
-from sparing.measure.error import error_split
+from sparing.measure.error import error_bar_rank, error_split, rank_correlation
 from sparing.measure.timing import speed_ratio
 from sparing.tasks import minilm
 
@@ -67,6 +69,27 @@ def test_error_parts_obey_the_triangle_inequality_and_mean_what_they_say(minilm_
     assert error_split("kernelized", layer.query, layer.key, layer.value).approximation == 0
 
 
+def test_rank_correlation():
+    x = torch.tensor([3.0, 1.0, 2.0, 10.0])
+    assert rank_correlation(x, x.exp()) == pytest.approx(1.0)
+    assert rank_correlation(x, -x) == pytest.approx(-1.0)
+    assert rank_correlation(x, torch.tensor([2.0, 3.0, 1.0, 4.0])) == pytest.approx(1 - 6 * 6 / 60)
+    # Ties share a rank: by hand, ranks 1.5 1.5 3 4 against 1 2 3 4.
+    assert rank_correlation(torch.tensor([0.0, 0.0, 5.0, 7.0]), torch.arange(4.0)) == pytest.approx(
+        4.5 / (4.5 * 5) ** 0.5
+    )
+    assert math.isnan(rank_correlation(torch.zeros(4), x))
+
+
+def test_error_bars_of_real_layers(minilm_layers):
+    """Only multipole predicts the error of each query."""
+    layer = minilm_layers[2]
+    value = layer.value.project(12)
+    found = error_bar_rank("multipole(clusters=16, keys=16)", layer.query, layer.key, value, seeds=(0, 1))
+    assert 0.6 < found < 1
+    assert error_bar_rank("window(size=8)", layer.query, layer.key, value) is None
+
+
 def test_speed_ratio_is_taken_round_by_round(monkeypatch):
     """A clock that the two sides move by hand: the second round is ten times slower for both, the ratio is not."""
     clock, order = [0.0], []
@@ -87,12 +110,15 @@ def test_speed_ratio_is_taken_round_by_round(monkeypatch):
 
 
 def test_compare_on_real_layers(minilm_layers):
-    specs = ["exact", "nystrom(landmarks=16)", "monte_carlo(alpha=0.4)", "top_keys(keys=16)"]
+    specs = ["exact", "nystrom(landmarks=16)", "monte_carlo(alpha=0.4)", "multipole(clusters=8)", "top_keys(keys=16)"]
     rows = {row.method.name: row for row in compare(minilm_layers[:2], specs, seeds=(0,), rounds=1)}
     assert rows["exact"].error.total == 0
     assert rows["exact"].flops == 1
     assert 0 < rows["nystrom"].flops < 1
     assert rows["nystrom"].worst >= rows["nystrom"].error.total > 0.05
+    assert rows["nystrom"].error.total == pytest.approx(sum(rows["nystrom"].layers) / 2)
+    assert rows["nystrom"].bars is None
+    assert len(rows["multipole"].bars) == 2
     assert rows["monte_carlo"].flops < 1, "sampling must count as less work than the projection it replaces"
     assert rows["exact"].speed.median > 0
     assert rows["top_keys"].speed is None, "an oracle's time says nothing"

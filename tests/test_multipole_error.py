@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import sparing
+from sparing.measure.error import rank_correlation
 from sparing.methods import multipole as module
 from sparing.methods.multipole import Multipole, expand
 
@@ -71,12 +72,6 @@ def wandering(n: int, seed: int) -> Inputs:
     return Inputs(2 * (q + draw(1, 16)), k + draw(1, 16), v)
 
 
-def follows(bar: Tensor, wrong: Tensor) -> float:
-    """Spearman's rank correlation."""
-    ranks = torch.stack([t.argsort().argsort().double() for t in (bar, wrong)])
-    return float(ranks.corrcoef()[0, 1])
-
-
 @CAUSAL
 @pytest.mark.parametrize("data", [wandering, lambda n, seed: peaked(Multipole(), 4, n=n, seed=seed)])
 def test_the_error_bar_follows_the_error(data, causal):
@@ -91,9 +86,9 @@ def test_the_error_bar_follows_the_error(data, causal):
         some = bar > 0
         assert int(some.sum()) >= 256
         assert relative(found.output, wanted) > 1e-4, "an error of zero would be easy to predict"
-        assert follows(bar[some], wrong[some]) > 0.8
+        assert rank_correlation(bar[some], wrong[some]) > 0.8
         order = torch.randperm(int(some.sum()), generator=torch.Generator().manual_seed(seed))
-        assert abs(follows(bar[some][order], wrong[some])) < 0.2
+        assert abs(rank_correlation(bar[some][order], wrong[some])) < 0.2
         assert float(wrong[~some].max() if bool((~some).any()) else 0.0) < 1e-10
 
 
@@ -104,6 +99,6 @@ def test_the_error_bar_follows_the_error_of_real_layers(minilm_layers):
         q, k, v = (t.detach().double() for t in (layer.query, layer.key, layer.value.project(12)))
         ours = sparing.inspect(q, k, v, method="multipole(clusters=16, keys=16)", seed=0)
         wrong = (ours.output - exact_for(Inputs(q, k, v))).norm(dim=-1)
-        found.append(follows(ours.statistics["error"].flatten(), wrong.flatten()))
+        found.append(rank_correlation(ours.statistics["error"].flatten(), wrong.flatten()))
     assert sum(found) / len(found) > 0.8
     assert min(found) > 0.6

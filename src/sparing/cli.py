@@ -19,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_argument("--methods", help="comma-separated specs, such as 'exact,nystrom(landmarks=32)'; default: all")
     compare.add_argument("--length", type=int, default=512, help="tokens per document, at most 512 (default: 512)")
     compare.add_argument("--documents", type=int, default=2, help="documents to average over (default: 2)")
+    compare.add_argument(
+        "--layers", action="store_true", help="errors layer by layer too, and how well error bars rank them"
+    )
     _add_bench(commands)
     options = parser.parse_args(arguments)
     try:
@@ -57,7 +60,7 @@ def _compare(options: argparse.Namespace) -> int:
         layers = capture(encoder.model, input_ids=ids)
         rows = compare(layers, chosen, progress=status.update)
     size = f"{len(layers)} layers, {options.documents} documents of {options.length} tokens"
-    show(rows, title=f"MiniLM, {size} (Python help topics)")
+    show(rows, title=f"MiniLM, {size} (Python help topics)", layers=options.layers)
     return 0
 
 

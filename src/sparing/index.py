@@ -74,6 +74,9 @@ class Index:
         self._past: Past | None = None
         self._odd = False  # whether a key or value was infinite, NaN or very large, be it padding
 
+    def __repr__(self) -> str:
+        return f"Index({str(self.method)!r}, seed={self.seed}): {self.length} positions, batch of {self._batch}"
+
     @property
     def batch(self) -> int:
         """Sequences that it follows; 0 before the first call."""

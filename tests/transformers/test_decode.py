@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import sparing
-from sparing.transformers.cache import IndexedLayer
 
+from decoding import COVERING, MODELS, NEW, SMALL, feed, generate, indices, prompt, started
 from zoo import TOKENS, build, tokens
-
-SMALL = "multipole(clusters=4, keys=6, window=4, sinks=1, chunk=16)"
-COVERING = ["multipole(keys=1000, chunk=16)", "window(size=1000)", "top_keys(keys=1000)"]
-MODELS = ["llama", "gpt2"]
-NEW = 20
-
-
-def prompt(length=40, batch=2, padded=True):
-    ids = tokens(length, batch)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :7] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model, given=None, **options):
-    torch.manual_seed(0)
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **options}
-    return model.generate(**(given or prompt()), pad_token_id=0, **options)
-
-
-@torch.no_grad()
-def feed(model, ids, cache, **options):
-    """The logits of tokens that continue the cache."""
-    return model(ids, past_key_values=cache, use_cache=True, **options).logits
-
-
-def crop(cache, length):
-    """To so many tokens."""
-    cache.crop(length - cache.get_seq_length())  # how many to remove; older versions take a length as well
-    assert cache.get_seq_length() == length
-
-
-def indices(cache):
-    return [getattr(layer, "index", None) for layer in cache.layers]
-
 
 WAYS = {
     "greedy": {},
@@ -191,147 +151,6 @@ def test_a_generous_budget_is_close_and_a_small_one_is_not():
     assert not torch.equal(generous, exact)
 
 
-def started(model, length=50, **options):
-    """A cache of a prompt and three tokens, decoded."""
-    ids = tokens(80)
-    cache = DynamicCache(config=model.config)
-    feed(model, ids[:, :length], cache)
-    for i in range(length, length + 3):
-        feed(model, ids[:, i : i + 1], cache)
-    assert all(index is not None and index.length == length + 3 for index in indices(cache))
-    return cache, ids
-
-
-def test_crop_goes_on_with_fewer_tokens():
-    """Within the block of 4 tokens bit for bit; deeper ones give a cache that goes on decoding."""
-    model = build("llama").double()
-    with sparing.approximate(model, SMALL) as handle:
-        cache, ids = started(model, 48)
-        wrong = copy.deepcopy(cache)
-        crop(cache, 49)
-        right = [feed(model, ids[:, i : i + 1], cache) for i in range(49, 60)]
-        fresh = DynamicCache(config=model.config)
-        feed(model, ids[:, :48], fresh)
-        wanted = [feed(model, ids[:, i : i + 1], fresh) for i in range(48, 60)][1:]
-        assert all(torch.equal(a, b) for a, b in zip(right, wanted, strict=True))
-        crop(wrong, 30)
-        handle.statistics(reset=True)
-        for i in range(30, 60):
-            feed(model, ids[:, i : i + 1], wrong)
-        assert handle.statistics().layers[0].steps == 30
-        assert handle.statistics().layers[0].exact_calls == 0
-
-
-def test_beams_are_what_each_is_alone():
-    model = build("llama").double()
-    with sparing.approximate(model, SMALL):
-        cache, _ = started(model)
-        order, more = torch.tensor([1, 1]), tokens(9)
-        cache.reorder_cache(order)
-        together = torch.cat([feed(model, more[:, i : i + 1], cache) for i in range(9)], 1)
-        for beam in range(2):
-            cache, ids = started(model)
-            cache.batch_select_indices(torch.tensor([1]))
-            rows = more[beam : beam + 1]
-            alone = torch.cat([feed(model, rows[:, i : i + 1], cache) for i in range(9)], 1)
-            torch.testing.assert_close(together[beam : beam + 1], alone, rtol=0, atol=1e-9)
-        cache, ids = started(model)
-        cache.batch_repeat_interleave(2)
-        repeated = feed(model, ids[:, 53:54].repeat_interleave(2, 0), cache)
-        assert torch.equal(repeated[0], repeated[1])
-        cache, ids = started(model)
-        torch.testing.assert_close(repeated[::2], feed(model, ids[:, 53:54], cache), rtol=0, atol=1e-9)
-
-
-EDITS = {
-    "keys": lambda layer: layer.keys[..., 3, :].zero_(),
-    "values": lambda layer: layer.values.mul_(1.0),
-    "keys, whole": lambda layer: setattr(layer, "keys", layer.keys.clone()),
-    "values, shorter": lambda layer: setattr(layer, "values", layer.values[..., :-1, :]),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_cache_edited_behind_the_index_is_an_error(edit):
-    model = build("llama")
-    with sparing.approximate(model, SMALL):
-        for use in (
-            lambda cache, ids: feed(model, ids[:, 53:54], cache),
-            lambda cache, ids: crop(cache, 51),
-            lambda cache, ids: cache.reorder_cache(torch.tensor([1, 0])),
-            lambda cache, ids: copy.deepcopy(cache),
-        ):
-            cache, ids = started(model)
-            EDITS[edit](cache.layers[1])
-            with pytest.raises(
-                RuntimeError, match=rf"the {edit.split(',')[0]} of a layer were changed behind sparing's"
-            ):
-                use(cache, ids)
-
-
-def test_the_way_out_of_an_edited_cache():
-    """The message's own words: without its index a layer goes on exactly."""
-    model = build("llama")
-    with sparing.approximate(model, SMALL) as handle:
-        cache, ids = started(model)
-        cache.layers[0].keys.mul_(1.5)
-        plain = DynamicCache(config=model.config)
-        for layer, held in enumerate(cache.layers):
-            plain.update(held.keys.clone(), held.values.clone(), layer)
-        for layer in cache.layers:
-            layer.index = None
-        handle.statistics(reset=True)
-        found = feed(model, ids[:, 53:54], cache)
-        assert handle.statistics().layers[0].exact_calls == 1
-    torch.testing.assert_close(found, feed(model, ids[:, 53:54], plain), rtol=0, atol=1e-5)
-
-
-def test_copies_and_pickles_go_on():
-    model = build("llama")
-    with sparing.approximate(model, SMALL) as handle:
-        cache, ids = started(model)
-        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
-        handle.statistics(reset=True)
-        outs = [[feed(model, ids[:, i : i + 1], each) for i in range(53, 66)] for each in (cache, *copies)]
-        assert handle.statistics().layers[0].steps == 39
-    for other in outs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outs[0], other))
-
-
-def test_two_caches_take_turns():
-    model = build("llama")
-    with sparing.approximate(model, SMALL):
-        (one, ids), (two, _) = started(model), started(model)
-        other = tokens(80).flip(0, 1)
-        mixed = []
-        for i in range(53, 66):
-            mixed.append((feed(model, ids[:, i : i + 1], one), feed(model, other[:, i : i + 1], two)))
-        for number, text in enumerate((ids, other)):
-            alone, _ = started(model)
-            for i, found in zip(range(53, 66), mixed):
-                assert torch.equal(feed(model, text[:, i : i + 1], alone), found[number])
-
-
-class Packed(transformers.cache_utils.DynamicLayer):
-    """A layer of a kind that sparing does not know, such as one that keeps its tokens in few bits."""
-
-
-def test_other_caches_stay_exact_and_are_counted():
-    model, ids = build("llama"), tokens(60)
-    packed = DynamicCache(config=model.config)
-    packed.layers = [Packed() for _ in packed.layers]
-    kinds = {"static": StaticCache(config=model.config, max_cache_len=70), "packed": packed}
-    for kind, cache in kinds.items():
-        plain = DynamicCache(config=model.config)
-        wanted = [feed(model, ids[:, :50], plain), feed(model, ids[:, 50:51], plain)]
-        with sparing.approximate(model, SMALL, when="decode") as handle:
-            found = [feed(model, ids[:, :50], cache), feed(model, ids[:, 50:51], cache)]
-            layer = handle.statistics().layers[0]
-        assert (layer.steps, layer.exact_calls) == (0, 2), kind
-        for a, b in zip(found, wanted):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
 def test_layers_with_a_window_of_their_own_stay_exact():
     model = build("mistral")
     wanted = generate(model, prompt(padded=False))
@@ -346,28 +165,6 @@ def test_sixteen_bits_stay_exact(bits):
     with sparing.approximate(model, SMALL, when="decode") as handle:
         generate(model, max_new_tokens=3)
         assert (handle.statistics().layers[0].steps, handle.statistics().layers[0].exact_calls) == (0, 3)
-
-
-def test_restored_in_the_middle():
-    """The cache stays a cache: exact from there on, and it can be cropped, reordered and approximated again."""
-    model = build("llama")
-    with sparing.approximate(model, SMALL):
-        cache, ids = started(model)
-    plain = DynamicCache(config=model.config)
-    for layer, held in enumerate(cache.layers):
-        plain.update(held.keys.clone(), held.values.clone(), layer)
-    for i in range(53, 60):
-        torch.testing.assert_close(
-            feed(model, ids[:, i : i + 1], cache), feed(model, ids[:, i : i + 1], plain), rtol=0, atol=1e-5
-        )
-    for each in (cache, plain):
-        crop(each, 57)
-        each.reorder_cache(torch.tensor([1, 0]))
-    wanted = feed(model, ids[:, 57:58], copy.deepcopy(plain))
-    torch.testing.assert_close(feed(model, ids[:, 57:58], cache), wanted, rtol=0, atol=1e-5)
-    with sparing.approximate(model, SMALL) as handle:
-        feed(model, ids[:, 58:59], cache)
-        assert handle.statistics().layers[0].exact_calls == 1, "the index missed tokens"
 
 
 def test_nested_calls():
@@ -386,17 +183,6 @@ def test_nested_calls():
         assert torch.equal(generate(model), wanted)
 
 
-def test_a_cache_that_was_filled_before_decodes_exactly():
-    model, ids = build("llama"), tokens(60)
-    cache, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    for each in (cache, plain):
-        feed(model, ids[:, :50], each)
-    with sparing.approximate(model, SMALL) as handle:
-        found = feed(model, ids[:, 50:51], cache)
-        assert handle.statistics().layers[0].exact_calls == 1
-    torch.testing.assert_close(found, feed(model, ids[:, 50:51], plain), rtol=0, atol=1e-5)
-
-
 def test_a_mask_that_changes_is_exact():
     """What the clusters hold would be hidden, or hold too little: the index is given up, and that is counted."""
     model, given = build("llama"), prompt()
@@ -413,21 +199,6 @@ def test_a_mask_that_changes_is_exact():
     assert statistics.exact_calls == 2 * len(handle.layers)
     assert indices(found) == [None] * len(found.layers)
     torch.testing.assert_close(logits, feed(model, tokens(1, 2), wanted, attention_mask=more), rtol=0, atol=1e-5)
-
-
-def test_a_reset_cache_starts_again():
-    model, ids = build("llama"), tokens(60)
-    with sparing.approximate(model, SMALL):
-        wanted, _ = started(model)
-        cache, ids = started(model, 20)
-        cache.reset()
-        assert indices(cache) == [None, None]
-        if cache.get_seq_length():
-            pytest.skip("this transformers keeps the length of a cache that is reset")
-        feed(model, ids[:, :50], cache)
-        for i in range(50, 53):
-            feed(model, ids[:, i : i + 1], cache)
-        assert torch.equal(feed(model, ids[:, 53:54], cache), feed(model, ids[:, 53:54], wanted))
 
 
 def test_inference_mode():
@@ -498,69 +269,6 @@ def test_a_prompt_of_one_token():
         wanted = model(ids, use_cache=False).logits
         assert handle.statistics().layers[0].exact_calls == 0
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
-
-
-def test_the_cache_keeps_its_kind_outside():
-    """Indexed layers are dynamic layers: whatever asks for those still finds them."""
-    model = build("llama")
-    with sparing.approximate(model, SMALL):
-        cache, _ = started(model)
-    assert all(isinstance(layer, IndexedLayer) for layer in cache.layers)
-    assert all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in cache.layers)
-    assert cache.get_seq_length() == 53
-
-
-def test_autocast_joins_types_as_transformers_does():
-    """Keys of float32 and values of 16 bits, or a cache that goes on in another type: what the stock cache makes of it."""
-    model = build("llama")
-    given = prompt(padded=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        wanted = generate(model, given)
-        with sparing.approximate(model, COVERING[0]):
-            assert torch.equal(generate(model, given), wanted)
-    layer, stock = IndexedLayer(), DynamicCache()
-    wide, narrow = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1, 4).bfloat16()
-    for k, v in ((wide, wide.bfloat16()), (narrow, narrow)):
-        layer.update(k, v)
-        stock.update(k, v, 0)
-    for name in ("keys", "values"):
-        found, expected = getattr(layer, name), getattr(stock.layers[0], name)
-        assert found.dtype == expected.dtype == torch.float32
-        assert torch.equal(found, expected)
-
-
-def test_another_batch_is_refused_and_changes_nothing():
-    model, cache = build("llama"), DynamicCache()
-    with sparing.approximate(model, SMALL):
-        feed(model, tokens(30, 1), cache)
-        before = [layer.keys.clone() for layer in cache.layers]
-        with pytest.raises(RuntimeError):
-            feed(model, tokens(1, 2), cache)
-        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
-        feed(model, tokens(1, 1), cache)
-
-
-def test_items_are_selected_without_an_index():
-    model = build("llama").bfloat16()
-    cache = DynamicCache()
-    with sparing.approximate(model, SMALL):
-        feed(model, tokens(30, 2), cache)
-        cache.batch_select_indices(torch.tensor([1]))
-        assert indices(cache) == [None] * len(cache.layers)
-        assert all(len(layer.keys) == 1 for layer in cache.layers)
-
-
-def test_threads_do_not_mix_up_their_caches():
-    model = build("llama")
-    given = [prompt(length, padded=False) for length in (40, 55, 60)]
-    with sparing.approximate(model, SMALL) as handle:
-        wanted = [generate(model, one) for one in given]
-        handle.statistics(reset=True)
-        with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda one: model.generate(
-                **one, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0), given))  # fmt: skip
-        assert handle.statistics().total.exact_calls == 0
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_when_decode_needs_a_layer_that_decodes_by_the_cache():

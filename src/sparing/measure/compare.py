@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparing.attention import attention, inspect
 from sparing.measure.capture import Layer
-from sparing.measure.error import ErrorSplit, error_split
+from sparing.measure.error import ErrorSplit, error_bar_rank, error_split
 from sparing.measure.timing import Interval, speed_ratio
 from sparing.method import Method, Shape
 from sparing.method import method as _method
@@ -62,9 +62,15 @@ class Comparison(NamedTuple):
 
     method: Method
     error: ErrorSplit  #: mean over layers
-    worst: float  #: largest total error of a layer
+    layers: tuple[float, ...]  #: total error of each
+    bars: tuple[float, ...] | None  #: how well the method's error bar ranks the true errors of each; None: it has none
     flops: float  #: FLOPs of the method / FLOPs of exact attention
     speed: Interval | None  #: seconds of SDPA / seconds of the method, above 1 is faster; None for oracles
+
+    @property
+    def worst(self) -> float:
+        """The largest total error of a layer."""
+        return max(self.layers)
 
 
 @torch.no_grad()
@@ -90,8 +96,22 @@ def compare(
         progress(f"{method}: errors")
         splits = [error_split(method, layer.query, layer.key, layer.value, seeds=seeds) for layer in layers]
         mean = ErrorSplit(*(sum(part) / len(splits) for part in zip(*splits, strict=True)))
-        rows.append(Comparison(method, mean, max(s.total for s in splits), _flops_ratio(method, one), speed))
+        totals = tuple(split.total for split in splits)
+        rows.append(Comparison(method, mean, totals, _bars(method, layers, seeds), _flops_ratio(method, one), speed))
     return rows
+
+
+def _bars(method: Method, layers: Sequence[Layer], seeds: Sequence[int]) -> tuple[float, ...] | None:
+    if method.oracle or method.supports.projection:
+        return None
+    given, found = seeds if method.supports.stochastic else seeds[:1], []
+    for layer in layers:
+        value = layer.value.project(layer.key.shape[1])
+        bar = error_bar_rank(method, layer.query, layer.key, value, seeds=given)
+        if bar is None:
+            return None
+        found.append(bar)
+    return tuple(found)
 
 
 def shape_of(layer: Layer, *, projection: bool) -> Shape:

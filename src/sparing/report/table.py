@@ -46,9 +46,32 @@ def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
     return table
 
 
-def show(rows: Sequence[Comparison], *, title: str) -> None:
+def layer_table(rows: Sequence[Comparison]) -> Table:
+    """The table that `sparing compare --layers` adds."""
+    legend = (
+        "Error bar: rank correlation of the error that the method predicts for each query with the true one (1: it "
+        "knows which rows are worst)."
+    )
+    table = Table(
+        title="Total error by layer", title_justify="left", caption=legend, caption_justify="left", box=box.SIMPLE_HEAD
+    )
+    table.add_column("method", no_wrap=True)
+    for number in range(max(len(row.layers) for row in rows)):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    table.add_column("mean", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row.method), *(_error(e) for e in (*row.layers, row.error.total)))
+        if row.bars is not None:
+            table.add_row("  its error bar", *(f"{bar:.2f}" for bar in (*row.bars, sum(row.bars) / len(row.bars))))
+    return table
+
+
+def show(rows: Sequence[Comparison], *, title: str, layers: bool = False) -> None:
     """Print the table; on a narrow terminal lines wrap, since a number that is cut off is worse."""
-    Console(width=max(Console().width, 130)).print(comparison_table(rows, title=title))
+    console = Console(width=max(Console().width, 130))
+    console.print(comparison_table(rows, title=title))
+    if layers:
+        console.print(layer_table(rows))
 
 
 def _interval(speed: Interval | None) -> str:
