@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sparing
+from sparing.quarantine import limit_of
 
 from sequences import EVERY, KINDS, MULTIPOLE, Sequence, at_once, grow, sequence, valid_rows
 
@@ -156,6 +157,13 @@ def test_methods_that_cannot_decode_are_named():
             sparing.Index(MULTIPOLE, seed=bad)  # type: ignore[arg-type]
 
 
+def test_no_heads_are_refused():
+    for q, k in ((0, 0), (0, 2), (4, 0)):
+        given = [torch.randn(1, heads, 5, 8) for heads in (q, k, k)]
+        with pytest.raises(ValueError, match=f"query has {q} heads and key {k}; each must have at least one"):
+            sparing.Index(MULTIPOLE).attention(*given)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     index, x = started()
     q, k, v, _ = x.part(50, 51)
@@ -260,6 +268,15 @@ def test_a_crop_takes_what_is_not_finite_away():
         index.crop(place, x.k[:, :, :place], x.v[:, :, :place])
         wanted = at_once(x, "exact").output[:, :, place:]
         torch.testing.assert_close(grow(index, x, place + 1, 1, first=place)[0], wanted, rtol=0, atol=1e-9)
+
+
+@KINDS
+def test_what_is_large_together_but_not_alone(spec):
+    """Each of k and v is below the limit up to which a step looks no closer, and both together are not."""
+    x = sequence()
+    x.k[0, 0, 83, 2] = x.v[0, 0, 83, 2] = 0.8 * limit_of(x.k.dtype)
+    out, _ = grow(sparing.Index(spec, seed=3), x, 80, 1)
+    torch.testing.assert_close(out, at_once(x, spec).output, rtol=1e-9, atol=1e-9)
 
 
 def test_autocast_changes_nothing():

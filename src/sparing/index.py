@@ -203,6 +203,8 @@ class Index:
             raise ValueError(
                 f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not fit together"
             )
+        if not key.shape[1] or not query.shape[1]:
+            raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; each must have at least one")
         if query.shape[1] % key.shape[1]:
             raise ValueError(f"query has {query.shape[1]} heads, not a multiple of the {key.shape[1]} of key")
         if self.streams is not None and len(self.streams) != key.shape[1]:

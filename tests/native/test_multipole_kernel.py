@@ -70,6 +70,24 @@ def test_the_same_numbers_in_float64(isa, n_q, n_k, d, e, spec, masked, causal):
 
 
 @every_instruction_set
+@pytest.mark.parametrize("size", [1e5, 1e8])
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[3], SPECS[5]])
+def test_a_query_that_outdoes_all_others_by_far(isa, spec, size):
+    """It moves the mean query, so that scores of clusters are far above all keys in them, and are then expanded."""
+    q, k, v = (x.double() for x in inputs(300, 300, 8, 8))
+    q[0, 0, 10] *= size
+    wanted = by("reference", method=spec, is_causal=True)(q, k, v)
+    with native.instruction_set(isa):
+        found = by("native", method=spec, is_causal=True)(q, k, v)
+    for name, a, b in zip(("output", "lse", "error", "touched"), found, wanted, strict=True):
+        assert name == "error" or bool(b.isfinite().all()), name
+        allowed = 1e-8 if name in ("output", "touched") else 1e-6  # logits of 1e8 are rounded by 1e-8
+        torch.testing.assert_close(
+            a, b, rtol=allowed, atol=allowed, msg=lambda text, name=name: f"{isa}, {name}: {text}"
+        )
+
+
+@every_instruction_set
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spec", SPECS[:3])
 def test_keys_that_outdo_their_summary_by_far(isa, spec, causal):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import transformers
@@ -259,6 +261,29 @@ def test_statistics_and_repr():
         generate(model, prompt(padded=False))  # 40 tokens, then 41 to 59
         layer = handle.statistics().layers[0]
         assert (layer.calls, layer.steps, layer.covered) == (1, 14, 6)
+        # Whether a budget holds all keys or not, what it reads counts: causal prompt of 40, 5 exact steps, 14 others.
+        read = sum(range(1, 41)) + sum(range(41, 46)) + 14 * 45
+        assert layer.keys_read == pytest.approx(read / 59)
+
+
+def test_threads_share_a_tally():
+    """More steps than are counted at once: none is lost, none is counted twice."""
+    model = build("llama")
+    ids = tokens(130)
+
+    def decode(_):
+        cache = DynamicCache(config=model.config)
+        feed(model, ids[:, :30], cache)
+        for i in range(30, 130):
+            feed(model, ids[:, i : i + 1], cache)
+
+    with sparing.approximate(model, SMALL, when="decode") as handle, ThreadPoolExecutor(4) as threads:
+        list(threads.map(decode, range(8)))
+        layer = handle.statistics().layers[0]
+    batch, heads = ids.shape[0], 4
+    assert layer.steps == 800
+    assert layer.tally.queries == 800 * batch * heads
+    assert layer.tally.shown == 8 * batch * heads * sum(range(31, 131))
 
 
 def test_a_prompt_of_one_token():

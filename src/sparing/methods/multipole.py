@@ -199,7 +199,8 @@ class Multipole(Method):
         spared = torch.where(cluster >= 0, score.gather(-1, inside) + share, -torch.inf)
         logits = torch.where(exact, logits, spared).masked_fill(~visible | (light & ~exact), -torch.inf)
         weights, lse = dense.softmax(logits)
-        rest = error.masked_fill(chosen, 0.0).sum(-1).sqrt() * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp()
+        missed = error.masked_fill(chosen, 0.0).sum(-1).sqrt()
+        rest = torch.where(missed > 0, missed * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp(), 0.0)
         return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
 
     def _least(self, mass: Tensor, members: Tensor, scatter: Tensor) -> Tensor:

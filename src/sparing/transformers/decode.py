@@ -107,8 +107,10 @@ def decode(
     covered = method.covers(n_k)
     if covered or (n_q > 1 and choice.when == "decode"):
         index.append(query, key, value, keep)
-        tally.covered += covered
-        tally.exact_calls += not covered
+        if covered:
+            tally.add_step(method, query, key, value, keep, None)
+        else:
+            tally.exact_calls += 1
         return None
     out = index.advance(query, key, value, keep)
     tally.add_step(method, query, key, value, keep, index.statistics)

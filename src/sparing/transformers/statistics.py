@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from sparing.method import Method, Projection, Shape
 from sparing.method import method as _method
 
 _LATER = 256  # steps whose counts are read together
+_counting = threading.Lock()  # threads may share a model
 
 
 class _Step(NamedTuple):
@@ -23,7 +25,7 @@ class _Step(NamedTuple):
     keys: int
     width: int
     valid: int | None  #: keys of all items together that are no padding; None: all
-    facts: Mapping[str, Tensor]
+    facts: Mapping[str, Tensor] | None  #: None: all keys were read
 
 
 @dataclass
@@ -81,27 +83,34 @@ class Tally:
         key: Tensor,
         value: Tensor,
         keep: Tensor | None,
-        facts: Mapping[str, Tensor],
+        facts: Mapping[str, Tensor] | None,
     ) -> None:
-        """Count a call that continued a cache; without the clusters that it may have made."""
-        self.steps += 1
+        """Count a call that continued a cache; without the clusters that it may have made.
+
+        facts: None if it was exact, because the budget holds every key.
+        """
         valid = None if keep is None else int(keep.sum())
-        self.later.append(_Step(method, query.shape, key.shape[2], value.shape[3], valid, facts))
+        step = _Step(method, query.shape, key.shape[2], value.shape[3], valid, facts)
+        with _counting:
+            self.steps += facts is not None
+            self.covered += facts is None
+            self.later.append(step)
         if len(self.later) >= _LATER:
             self.settle()
 
     def settle(self) -> Tally:
         """Count the steps that were left to be counted later, so that they need not wait for it."""
-        for method, (batch, heads, n_q, head_dim), n_k, width, valid, facts in self.later:
-            keys = batch * n_k if valid is None else valid
-            shown, each = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2)), 2.0 * (head_dim + width) + 1.0
-            touched = float(facts["touched"].sum())
-            self.queries += batch * heads * n_q
-            self.shown += shown
-            self.touched += touched
-            self.exact_flops += each * shown
-            self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
-        self.later = []
+        with _counting:
+            for method, (batch, heads, n_q, head_dim), n_k, width, valid, facts in self.later:
+                keys = batch * n_k if valid is None else valid
+                shown, each = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2)), 2.0 * (head_dim + width) + 1.0
+                touched = shown if facts is None else float(facts["touched"].sum())
+                self.queries += batch * heads * n_q
+                self.shown += shown
+                self.touched += touched
+                self.exact_flops += each * shown
+                self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
+            self.later = []
         return self
 
     def add_values(self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float) -> None:

@@ -433,6 +433,36 @@ struct MultipoleBlock {
     return pairs;
   }
 
+  // A cluster that nobody reads may have had a score so far above all others that nothing is left of theirs: for such
+  // lanes, exp(score - shift) again, with the largest score that is left as shift. What is too light stays away.
+  void revive(int r, const T* alarm, T* shift) {
+    constexpr int N = lanes<T>;
+    constexpr T kFaded = sizeof(T) == 4 ? T(0x1p-60) : T(0x1p-500);
+    Vec<T> most{};
+    for (int64_t c = 0; c < shown; ++c) most = larger<T>(most, load<T>(memory.scores + c * kRows + r));
+    for (int lane = 0; lane < N && r + lane < count; ++lane) {
+      if (most[lane] >= kFaded || light[r + lane] > T(0)) continue;
+      T top = kNever<T>;
+      for (int64_t c = 0; c < shown; ++c) {
+        if (memory.worth[c * N + lane] < T(0) || !(memory.left[c * N + lane] > T(0))) continue;
+        const int64_t at = unit * call.clusters + memory.visible[c];
+        const T variance = alarm[r + lane] * call.spread[at];
+        T score = call.offset[at] + (call.second ? T(0.5) * (variance < call.cap ? variance : call.cap) : T(0));
+        for (int64_t k = 0; k < call.depth; ++k)
+          score += memory.block.queries[k * kRows + r + lane] * call.pole_keys[at * call.depth + k];
+        memory.scores[c * kRows + r + lane] = score;
+        top = score > top ? score : top;
+      }
+      if (top == kNever<T>) continue;
+      shift[r + lane] = top;
+      for (int64_t c = 0; c < shown; ++c)
+        if (memory.worth[c * N + lane] >= T(0) && memory.left[c * N + lane] > T(0)) {
+          T* score = memory.scores + c * kRows + r + lane;
+          *score = exponential(all(*score - top))[0];
+        }
+    }
+  }
+
   // Starts the block with what the summaries add, without the members that lie near by.
   void absorb_summaries(const T* shift) {
     Block<T>& block = memory.block;
@@ -751,7 +781,8 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
       start(memory.block);
       int64_t* read = call.read + unit * call.queries + first;
       int64_t* summaries = call.summaries + unit * call.queries + first;
-      for (int64_t r = 0; r < count; ++r) read[r] = summaries[r] = 0, memory.missed[first - begin + r] = T(0);
+      for (int64_t r = 0; r < count; ++r)
+        read[r] = summaries[r] = 0, memory.missed[first - begin + r] = memory.shift[first - begin + r] = T(0);
       here.look_around();
       if (here.shown) {
         here.count_near();
@@ -762,11 +793,12 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
         for (int r = 0; r < memory.block.used; r += lanes<T>) {
           here.value(r, alarm, bound, shift);
           pairs = here.choose(r, pairs, first - begin, alarm, memory.missed + first - begin, read, summaries);
+          for (int64_t i = r; i < r + lanes<T> && i < count; ++i) memory.shift[first - begin + i] = shift[i];
+          here.revive(r, alarm, shift);
         }
         here.absorb_summaries(shift);
       }
       here.absorb_near(shift, read);
-      for (int64_t r = 0; r < count; ++r) memory.shift[first - begin + r] = shift[r];
       hand_over(memory.block, count, memory.absorbed, first - begin);
     }
     expand_clusters(call, memory, item, head, begin, pairs);
@@ -778,9 +810,8 @@ void multipole_forward(const Multipole<T>& call, int64_t begin_task, int64_t end
       for (int64_t e = 0; e < call.width; ++e) call.out[row * call.width + e] = sums[e] * inverse;
       const T lse = total > T(0) ? T(__builtin_log(double(total)) + double(memory.absorbed.top[at])) : kNever<T>;
       call.lse[row] = lse;
-      call.error[row] = total > T(0) ? T(__builtin_sqrt(double(memory.missed[at])) *
-                                         __builtin_exp(double(memory.shift[at]) - double(lse)))
-                                     : T(0);
+      const double missed = __builtin_sqrt(double(memory.missed[at]));
+      call.error[row] = missed > 0 ? T(missed * __builtin_exp(double(memory.shift[at]) - double(lse))) : T(0);
     }
   }
 }
