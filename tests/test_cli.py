@@ -1,47 +1,64 @@
 """The command as a user meets it."""
 
+import json
+
 import pytest
 
 from sparing.cli import main
 
-
-def test_compare_prints_a_readable_table(capsys):
-    assert main(["compare", "--methods", "exact,nystrom(landmarks=8),top_keys(keys=8)", "--length", "64"]) == 0
-    out = capsys.readouterr().out
-    assert "6 layers, 2 documents of 64 tokens" in out
-    for word in (
-        "nystrom(landmarks=8)",
-        "top_keys(keys=8) *",
-        "total",
-        "FLOPs",
-        "speed",
-        "CPMXQGT",
-        ".P.XQGT",
-        "oracle",
-    ):
-        assert word in out, f"{word!r} is missing in\n{out}"
+METHODS = "window(size=8),multipole(clusters=8, keys=8, window=4),top_keys(keys=8)"
+QUICK = ["--methods", METHODS, "--length", "64", "--documents", "3", "--seeds", "1", "--rounds", "1", "--jobs", "1"]
 
 
-def test_compare_by_layer(capsys):
-    methods = "multipole(clusters=8, keys=8),top_keys(keys=8)"
-    assert main(["compare", "--methods", methods, "--length", "64", "--documents", "1", "--layers"]) == 0
-    lines = capsys.readouterr().out.partition("by layer")[2].splitlines()
-    head, ours, bar, best = (next(x.split() for x in lines if word in x) for word in ("mean", "mult", "its", "top_"))
-    assert head == ["method", *"012345", "mean"]
-    assert len(ours) == len(best) + 1, "the spec of multipole has a blank"
-    numbers = [float(x) for x in ours[-7:]]
+def test_compare_prints_a_readable_table(capsys, tmp_path):
+    out, cache = tmp_path / "found.json", tmp_path / "cache"
+    assert main(["compare", *QUICK, "--layers", "--json", str(out), "--cache", str(cache)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("On 3 documents of up to 64 tokens keep exact attention")
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("minilm (encoder) on Python help topics", "window(size=8)", "change", "at most", "not safe", "oracle"):
+        assert word in text, f"{word!r} is missing in\n{text}"
+    by_layer = text.partition("by layer")[2].splitlines()
+    head, ours, bar = (next(x.split() for x in by_layer if word in x) for word in ("mean", "multipole(", "its error"))
+    assert head == ["method", *"012345", "mean", "head"]
+    numbers = [float(x) for x in ours[-9:-2]]
     assert numbers[-1] == pytest.approx(sum(numbers[:6]) / 6, abs=1e-4)
     assert all(-1 <= float(x) <= 1 for x in bar[-7:])
+    held = json.loads(out.read_text())
+    assert held["rows"][0]["method"] == "window(size=8)"
+    assert len(list(cache.iterdir())) == 6, "three methods: errors and times"
+
+
+def test_compare_reads_files_of_the_user(capsys, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"body": f"A text about number {i}, [bold]and[/] more."}) for i in range(3)))
+    given = ["compare", "minilm", "--data", str(path), "--column", "body", *QUICK, "--no-cache"]
+    assert main(given) == 0
+    assert "on mine.jsonl: 3 documents" in capsys.readouterr().out
+
+
+def test_a_stopped_comparison_says_that_it_goes_on(capsys, monkeypatch):
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparing.measure.compare.compare", stopped)
+    assert main(["compare"]) == 130
+    assert "stopped; what was measured is kept, the same command goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--methods", "nystrm"], "unknown name 'nystrm'"),
-        (["--methods", ","], "names no method"),
+        (["--methods", ","], "methods is empty"),
         (["--methods", "nystrom(landmarks=0)"], "landmarks=0"),
-        (["--length", "4096"], "--length=4096"),
-        (["--documents", "0"], "--documents=0"),
+        (["--length", "4096"], "length=4096 is more than the 512 positions"),
+        (["--documents", "0"], "documents=0"),
+        (["--tolerance", "0"], "tolerance=0.0"),
+        (["--data", "none.txt"], "there is no file none.txt"),
+        (["--data", __file__, "--column", "body"], "is plain text and has no column 'body'"),
+        (["/no/such/model"], "there is no folder /no/such/model"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
     ],
 )
 def test_mistakes_give_one_line_and_status_2(arguments, words, capsys):

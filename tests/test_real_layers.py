@@ -4,10 +4,50 @@ import pytest
 import torch
 
 import sparing
-from sparing.measure.compare import BUDGETS
 from sparing.measure.error import error_split
 
 from inputs import effective_count
+
+BUDGETS = (
+    "exact",
+    "kernel(kind=elu)",
+    "kernel(kind=poly)",
+    "kernel(kind=gaussian)",
+    "kernelized",
+    "window(size=64)",
+    "window(size=256)",
+    "window(size=256, sinks=1)",
+    "lsh(rounds=4, chunk=16)",
+    "lsh(rounds=4, chunk=32)",
+    "lsh(rounds=4, chunk=64)",
+    "multipole(clusters=32, keys=32, window=16)",
+    "multipole(clusters=64, keys=76, window=16)",
+    "multipole(clusters=64, keys=160, window=16)",
+    "random_features(features=64)",
+    "random_features(features=256)",
+    "random_features(features=1024)",
+    "linformer(rank=64)",
+    "linformer(rank=256)",
+    "linformer(rank=256, projection=pooled)",
+    "nystrom(landmarks=16)",
+    "nystrom(landmarks=64)",
+    "nystrom(landmarks=128)",
+    "skyformer(landmarks=64)",
+    "skyformer(landmarks=256)",
+    "yoso(hashes=16)",
+    "yoso(hashes=64)",
+    "yoso(expectation=True)",
+    "monte_carlo(alpha=0.1)",
+    "monte_carlo(alpha=0.4)",
+    "monte_carlo(alpha=0.4, estimator=mean)",
+    "top_keys(keys=16)",
+    "top_keys(keys=64)",
+    "top_keys(keys=128)",
+    "value_aware(keys=4)",
+    "value_aware(keys=16)",
+    "sampled(samples=16)",
+    "sampled(samples=64, proposal=value_norm)",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +73,14 @@ def uniform(minilm_layers):
         exact = sparing.attention(layer.query, layer.key, value)
         total += float((value.mean(-2, keepdim=True) - exact).norm() / exact.norm()) / 3
     return total
+
+
+def test_the_budgets_cover_every_method():
+    assert {sparing.method(spec).name for spec in BUDGETS} == set(sparing.methods())
+    assert len({str(sparing.method(spec)) for spec in BUDGETS}) == len(BUDGETS)
+    for name, method in sparing.methods().items():
+        settings = [spec for spec in BUDGETS if sparing.method(spec).name == name]
+        assert len(settings) >= 2 or method.budget is None, f"{name} needs two or three budgets"
 
 
 @pytest.mark.parametrize("spec", BUDGETS)

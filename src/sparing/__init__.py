@@ -13,6 +13,7 @@ from sparing.version import __version__
 
 if TYPE_CHECKING:
     from sparing import transformers
+    from sparing.measure.compare import compare
     from sparing.transformers import Recipe, approximate, extend_positions
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "approximate",
     "attention",
+    "compare",
     "extend_positions",
     "inspect",
     "method",
@@ -39,14 +41,14 @@ __all__ = [
 ]
 
 #: What needs transformers, which is imported when one of these is first used.
-_LAZY = ("Recipe", "approximate", "extend_positions", "transformers")
+_LAZY = ("Recipe", "approximate", "compare", "extend_positions", "transformers")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'sparing' has no attribute {name!r}")
     try:
-        package = import_module("sparing.transformers")
+        package = import_module("sparing.measure.compare" if name == "compare" else "sparing.transformers")
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,57 +12,103 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one sub-command; errors of the user print one line and give status 2."""
-    parser = argparse.ArgumentParser(prog="sparing", description="Approximate attention, measured on real layers.")
+    parser = argparse.ArgumentParser(
+        prog="sparing", description="Approximate attention, measured on your model, your documents, your machine."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    compare = commands.add_parser(
-        "compare", help="every method on the real layers of the MiniLM encoder: error, FLOPs, time, capabilities"
-    )
-    compare.add_argument("--methods", help="comma-separated specs, such as 'exact,nystrom(landmarks=32)'; default: all")
-    compare.add_argument("--length", type=int, default=512, help="tokens per document, at most 512 (default: 512)")
-    compare.add_argument("--documents", type=int, default=2, help="documents to average over (default: 2)")
-    compare.add_argument(
-        "--layers", action="store_true", help="errors layer by layer too, and how well error bars rank them"
-    )
+    _add_compare(commands)
     _add_bench(commands)
     options = parser.parse_args(arguments)
     try:
         return _bench(options) if options.command == "bench" else _compare(options)
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
+        if getattr(options, "debug", False):
+            raise
         sys.stderr.write(f"sparing {options.command}: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        kept = "; what was measured is kept, the same command goes on" if options.command == "compare" else ""
+        sys.stderr.write(f"sparing {options.command}: stopped{kept}\n")
+        return 130
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare", help="every method in your model, on your documents: how wrong, how fast, is it safe?"
+    )
+    parser.add_argument(
+        "model", nargs="?", default="minilm",
+        help="a folder, a name on the hub, or a preset: minilm (default) or smollm2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", nargs="+", metavar="FILE",
+        help="plain text with one document per line, .jsonl, .csv, .tsv, .parquet, or - for standard input; default: "
+        "Python's help topics",
+    )  # fmt: skip
+    parser.add_argument("--column", help="of the text, in tables (default: text)")
+    parser.add_argument("--whole", action="store_true", help="a plain text file is one document")
+    parser.add_argument(
+        "--methods",
+        help="comma-separated specs, such as 'window(size=64),nystrom'; default: every training-free method",
+    )
+    parser.add_argument("--length", type=int, help="tokens per document at most; default: 512, language models 1024")
+    parser.add_argument("--documents", type=int, help="how many, the first ones (default: 8)")
+    parser.add_argument("--seeds", type=int, default=2, help="of methods that draw random numbers (default: 2)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="of the change at the end of the model (default: 0.01)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of the timings (default: 5)")
+    parser.add_argument("--jobs", type=int, help="processes that measure errors; default: one for each core")
+    parser.add_argument("--backend", help="of joblib, such as dask or ray, for a cluster that is connected")
+    parser.add_argument("--layers", action="store_true", help="errors layer by layer too, and how good error bars are")
+    parser.add_argument("--json", metavar="FILE", help="write everything there")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="measure everything anew, and keep nothing")
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from sparing.measure.compare import BUDGETS, compare
-    from sparing.method import method
-    from sparing.spec import split_specs
-
-    specs = split_specs(options.methods) if options.methods else BUDGETS
-    chosen = [method(spec) for spec in specs]
-    if not chosen:
-        raise ValueError(f"--methods={options.methods!r} names no method")
-    if not 2 <= options.length <= 512:
-        raise ValueError(f"--length={options.length} must be from 2 to 512, the positions of the model")
-    if options.documents < 1:
-        raise ValueError(f"--documents={options.documents} must be at least 1")
     try:
         from rich.console import Console
+        from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
         from transformers.utils import logging
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
-    from sparing.measure.capture import capture
+    from sparing.measure.cells import write_whole
+    from sparing.measure.compare import compare
     from sparing.report.table import show
-    from sparing.tasks import minilm
+    from sparing.spec import split_specs
+    from sparing.tasks import documents
 
+    specs = None if options.methods is None else split_specs(options.methods)
+    texts = documents.read(options.data, column=options.column, whole=options.whole) if options.data else None
+    target = None if options.json is None else Path(options.json)
+    if target is not None and not target.absolute().parent.is_dir():
+        raise ValueError(f"--json={options.json}: there is no folder {target.absolute().parent}")
     logging.disable_progress_bar()
-    with Console(stderr=True).status("loading MiniLM") as status:
-        encoder = minilm.load()
-        ids = minilm.token_ids(encoder, length=options.length, documents=options.documents)
-        layers = capture(encoder.model, input_ids=ids)
-        rows = compare(layers, chosen, progress=status.update)
-    size = f"{len(layers)} layers, {options.documents} documents of {options.length} tokens"
-    show(rows, title=f"MiniLM, {size} (Python help topics)", layers=options.layers)
+    logging.set_verbosity_error()
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading the model", total=None)
+        found = compare(
+            options.model, texts, methods=specs, length=options.length, documents=options.documents,
+            seeds=options.seeds, tolerance=options.tolerance, rounds=options.rounds, jobs=options.jobs,
+            backend=options.backend, cache=None if options.no_cache else options.cache or _cache_folder(),
+            progress=lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps),
+        )  # fmt: skip
+    show(found, layers=options.layers)
+    if target is not None:
+        write_whole(target, found.to_json())
+        console.print(f"wrote {target}", markup=False, soft_wrap=True)
     return 0
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "sparing" / "compare"
 
 
 def _add_bench(commands: Any) -> None:

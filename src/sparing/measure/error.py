@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparing.attention import attention, inspect
+from sparing.attention import attention
 from sparing.method import Method, Projection
 from sparing.method import method as _method
 
@@ -54,25 +54,6 @@ def error_split(
         for i, (a, b) in enumerate(((own, exact), (found, own), (found, exact))):
             sums[i] += float((a.double() - b.double()).norm()) / scale
     return ErrorSplit(*(s / len(seeds) for s in sums))
-
-
-@torch.no_grad()
-def error_bar_rank(
-    method: str | Method, query: Tensor, key: Tensor, value: Tensor, *, seeds: Sequence[int] = (0,), **call: Any
-) -> float | None:
-    """How well the error that the method predicts for each query ranks the true one: Spearman's correlation.
-
-    The mean over seeds; None for a method that predicts none.
-    """
-    exact = attention(query, key, value, method="exact", **call).double()
-    found = []
-    for seed in seeds:
-        ours = inspect(query, key, value, method=method, seed=seed, **call)
-        if "error" not in ours.statistics:
-            return None
-        wrong = (ours.output.double() - exact).norm(dim=-1)
-        found.append(rank_correlation(ours.statistics["error"].flatten(), wrong.flatten()))
-    return sum(found) / len(found)
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float:

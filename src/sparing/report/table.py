@@ -1,15 +1,15 @@
-"""Comparisons as a terminal table."""
+"""A comparison as a terminal table that fits 100 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from sparing.measure.compare import Comparison
+from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
+from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
 from sparing.method import Supports
 
 LETTERS = {
@@ -21,6 +21,12 @@ LETTERS = {
     "gradient": "G",
     "training_free": "T",
 }
+_WORDS = {
+    FASTER: "[bold green]safe, faster[/]", SLOWER: "[green]safe, slower[/]", UNSAFE: "[red]not safe[/]",
+    ORACLE: "[dim]oracle[/]", REFUSED: "[dim]refused[/]",
+}  # fmt: skip
+_WIDTH = 100
+_SHOWN = 8  # layers that have columns of their own
 
 
 def capabilities(supports: Supports) -> str:
@@ -28,68 +34,121 @@ def capabilities(supports: Supports) -> str:
     return "".join(letter if getattr(supports, name) else "." for name, letter in LETTERS.items())
 
 
-def comparison_table(rows: Sequence[Comparison], *, title: str) -> Table:
+def show(found: Comparison, *, layers: bool = False, console: Console | None = None) -> None:
+    """Print the summary and the table; with `layers`, the errors of each layer, too."""
+    console = console or Console(width=max(_WIDTH, Console().width))
+    console.print(f"[bold]{escape(found.summary)}[/]", highlight=False)
+    cut = f", {found.truncated} of them cut" if found.truncated else ""
+    console.print(
+        f"{found.model} ({found.kind}) on {found.data}: {found.documents} documents of up to {found.tokens} "
+        f"tokens{cut}; {found.machine['cpu']}, {found.machine['threads']} threads",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    console.print(comparison_table(found))
+    for row in found.rows:
+        if row.refused is not None:
+            console.print(f"{row.method}: {row.refused}", markup=False, highlight=False)
+    if layers and any(row.layers for row in found.rows):
+        console.print(layer_table(found))
+
+
+def comparison_table(found: Comparison) -> Table:
     """The table that `sparing compare` prints."""
-    table = Table(title=title, title_justify="left", caption=_legend(), caption_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("method", no_wrap=True)
-    for name in ("substit.", "approx.", "total", "worst", "FLOPs", "speed"):
+    table = _table(caption=_legend(found))
+    table.add_column("method", overflow="fold", max_width=38)
+    for name in ("change", "at most", "error", "keys", "FLOPs", "attention", "model"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("can", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            str(row.method) + (" *" if row.method.oracle else " +" if row.method.supports.projection else ""),
-            *(_error(e) for e in (*row.error, row.worst)),
-            f"{row.flops:.2f}x",
-            _interval(row.speed),
-            capabilities(row.method.supports),
-        )
+    table.add_column("verdict", no_wrap=True)
+    for row in found.rows:
+        table.add_row(escape(row.method), *_numbers(row), _WORDS[row.verdict])
     return table
 
 
-def layer_table(rows: Sequence[Comparison]) -> Table:
-    """The table that `sparing compare --layers` adds."""
-    legend = (
-        "Error bar: rank correlation of the error that the method predicts for each query with the true one (1: it "
-        "knows which rows are worst)."
+def layer_table(found: Comparison) -> Table:
+    """The total error of each layer, or of the worst, and how well the method's error bar ranks the true errors."""
+    rows = [row for row in found.rows if row.layers]
+    count = max(len(row.layers) for row in rows)
+    table = _table(
+        title="Attention error by layer",
+        caption="Error bar: rank correlation of the error that the method predicts for each query with the true one "
+        "(1: it knows which rows are worst). Head: the worst of all layers, as layer.head. *: an oracle.",
     )
-    table = Table(
-        title="Total error by layer", title_justify="left", caption=legend, caption_justify="left", box=box.SIMPLE_HEAD
-    )
-    table.add_column("method", no_wrap=True)
-    for number in range(max(len(row.layers) for row in rows)):
-        table.add_column(str(number), justify="right", no_wrap=True)
-    table.add_column("mean", justify="right", no_wrap=True)
+    table.add_column("method", overflow="fold", max_width=38)
+    names = [str(i) for i in range(count)] if count <= _SHOWN else ["worst layers"]
+    for name in (*names, "mean", "head"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(str(row.method), *(_error(e) for e in (*row.layers, row.error.total)))
-        if row.bars is not None:
-            table.add_row("  its error bar", *(f"{bar:.2f}" for bar in (*row.bars, sum(row.bars) / len(row.bars))))
+        star = " *" if row.verdict == ORACLE else ""
+        table.add_row(escape(row.method) + star, *_by_layer([x.total for x in row.layers], count), _worst_head(row))
+        bars = [layer.bar for layer in row.layers if layer.bar is not None]
+        if bars:
+            cells = [f"{bar:.2f}" for bar in bars] if count <= _SHOWN else [f"{min(bars):.2f} at least"]
+            table.add_row("  its error bar", *cells, f"{sum(bars) / len(bars):.2f}", "", style="dim")
     return table
 
 
-def show(rows: Sequence[Comparison], *, title: str, layers: bool = False) -> None:
-    """Print the table; on a narrow terminal lines wrap, since a number that is cut off is worse."""
-    console = Console(width=max(Console().width, 130))
-    console.print(comparison_table(rows, title=title))
-    if layers:
-        console.print(layer_table(rows))
+def _table(**options: str) -> Table:
+    return Table(
+        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
-def _interval(speed: Interval | None) -> str:
-    return "-" if speed is None else f"{speed.median:.2f}x ({speed.low:.2f}-{speed.high:.2f})"
+def _by_layer(errors: list[float], count: int) -> list[str]:
+    mean = _error(sum(errors) / len(errors))
+    if count <= _SHOWN:
+        return [*(_error(x) for x in errors), *[""] * (count - len(errors)), mean]
+    worst = sorted(range(len(errors)), key=lambda i: -errors[i])[:3]
+    return ["  ".join(f"{i}: {_error(errors[i])}" for i in worst), mean]
+
+
+def _worst_head(row: Row) -> str:
+    error, layer, head = max((x, i, j) for i, layer in enumerate(row.layers) for j, x in enumerate(layer.heads))
+    return f"{layer}.{head}: {_error(error)}"
+
+
+def _numbers(row: Row) -> list[str]:
+    if row.refused is not None:
+        return [""] * 7
+    assert row.error is not None
+    time = row.time
+    return [
+        *_shares(row.change), _split(row.error.mean, row.substitution),
+        "" if row.keys_read is None else f"{row.keys_read:.0f}",
+        "" if row.flops is None else f"{row.flops:.2f}x",
+        _ratio(None if time is None else time.attention), _ratio(None if time is None else time.model),
+    ]  # fmt: skip
+
+
+def _shares(value: Estimate | None) -> tuple[str, str]:
+    """The mean and the upper end of its interval, in percent."""
+    if value is None:
+        return "", ""
+    return _percent(value.mean), "?" if value.high is None else _percent(value.high)
+
+
+def _percent(value: float) -> str:
+    share = 100 * value
+    return ">1000%" if not share < 1000 else f"{share:.0f}%" if share >= 10 else f"{share:.2f}%"
+
+
+def _ratio(value: Interval | None) -> str:
+    return "" if value is None else f"{value.median:.2f}x"
+
+
+def _split(total: float, substitution: float | None) -> str:
+    return _error(total) if not substitution else f"{total:.2f} ({substitution:.2f})"
 
 
 def _error(value: float) -> str:
     return "0" if value < 5e-6 else f"{value:.4f}" if value < 10 else f"{value:.3g}"
 
 
-def _legend() -> str:
-    letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for name, letter in LETTERS.items())
+def _legend(found: Comparison) -> str:
     return (
-        "Errors: relative L2 of the attention output, mean over layers (worst: the worst one). Substit.: the method's "
-        "own target against softmax attention; approx.: the estimate against its target; total: what you get. FLOPs: "
-        "share of exact attention's work (below 1 is less). Speed: time of torch's SDPA / time of the method through "
-        "sparing.attention, median and quartiles of one run (above 1 is faster).\n"
-        f"can: {letters}.\n"
-        "+ compared with exact attention plus the value projection, whose work it samples.   * oracle: the best "
-        "possible at its budget; needs the exact result, not deployable."
+        f"Change: {found.metric}, mean over documents; at most: the upper end of its 95 % interval, which must be "
+        f"within {found.tolerance:.2%} to be safe. Error: relative L2 of the attention output, mean over layers (in "
+        "brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: what a query "
+        "reads, and the share of exact attention's work. Attention, model: time of exact SDPA / time of the method, "
+        "above 1 is faster. Oracles: the best possible at their budget, on two documents; they need the exact result."
     )

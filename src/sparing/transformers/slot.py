@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,6 +12,9 @@ from sparing.method import Method
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
 from sparing.transformers.switch import Switch, is_ours
+
+if TYPE_CHECKING:
+    from sparing.transformers.watch import Seen
 
 #: Which tokens are approximated: a prompt, those that continue a cache one by one, or both.
 WHEN = ("always", "prefill", "decode")
@@ -29,6 +33,7 @@ class Choice:
     tally: Tally = field(default_factory=Tally)
     when: str = "always"  #: one of `WHEN`
     by_name: bool = False  #: read from the config's recipe, and not by `approximate()`
+    see: Callable[[Seen], None] | None = None  #: looks at the calls instead, which are exact then
 
     @property
     def exact(self) -> bool:

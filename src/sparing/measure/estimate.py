@@ -1,0 +1,58 @@
+"""A mean with the interval that few measurements allow."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, and its 95 % interval by Student's distribution; None where a single number allows none."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+
+
+def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
+    """The mean of independent measurements, one for each document, say.
+
+    >>> estimate([1.0, 2.0, 3.0]).high
+    4.484...
+    """
+    if not values:
+        raise ValueError("values is empty: there is no mean of nothing")
+    mean = statistics.fmean(values)
+    if len(values) == 1 or not all(map(math.isfinite, values)):
+        return Estimate(mean, None, None, len(values))
+    half = student((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half, len(values))
+
+
+def student(probability: float, freedom: int) -> float:
+    """The quantile of Student's distribution, by bisection of its distribution function."""
+    low, high = 0.0, 1.0
+    while _below(high, freedom) < probability:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _below(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _below(t: float, freedom: int) -> float:
+    """P(T <= t) for t >= 0: the finite series in the angle, Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    term = total = cosine if freedom % 2 else 1.0
+    start = 3 if freedom % 2 else 2
+    for k in range(start, freedom - 1, 2):
+        term *= (k - 1) / k * cosine * cosine
+        total += term
+    if freedom % 2 == 0:
+        return 0.5 + sine * total / 2
+    return 0.5 + (angle + (sine * total if freedom > 1 else 0.0)) / math.pi

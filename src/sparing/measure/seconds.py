@@ -1,0 +1,87 @@
+"""How fast a method is where the user has it: its attention calls, and the whole model, against exact SDPA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparing.attention import attention
+from sparing.measure.memory import peak_extra_bytes
+from sparing.measure.timing import Interval, interval, speed_ratio
+from sparing.method import Method, Projection
+from sparing.method import method as _method
+from sparing.tasks.subject import Subject
+from sparing.transformers.watch import Seen, rehearse, swapped
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Ratios above 1 are gains. Bytes are the most that a run of the model took beyond what it found."""
+
+    attention: Interval | None  #: time of SDPA / time of the method in the middle layer; None for oracles
+    model: Interval | None  #: time of the exact model / time with the method in all layers
+    exact_model: float  #: seconds of the exact model
+    bytes: int | None
+    exact_bytes: int | None
+
+
+@torch.no_grad()
+def seconds(subject: Subject, ids: Tensor, what: str | Method, *, seed: int = 0, rounds: int = 5) -> Seconds:
+    """Of one document [n], unpadded. Both sides run in turn, so that they meet the same noise."""
+    method = _method(what)
+    if method.oracle:
+        return Seconds(None, None, _alone(lambda: subject.run(ids)), None, None)
+    seen: list[Seen] = []
+    with rehearse(subject.model, method, seen.append, seed=seed):
+        subject.run(ids)
+    found = None if not seen else _call_ratio(seen[len(seen) // 2], method, 2 * rounds)
+    slow: list[float] = []
+    fast: list[float] = []
+    for number in range(rounds + 1):
+        sides: list[Callable[[], None]] = [
+            lambda: slow.append(_alone(lambda: subject.run(ids))),
+            lambda: fast.append(_swapped(subject, ids, method, seed)),
+        ]
+        for side in sides if number % 2 else reversed(sides):
+            side()
+    exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
+    with swapped(subject.model, method, seed=seed):
+        taken = peak_extra_bytes(lambda: subject.run(ids))
+    ratios = interval([a / b for a, b in zip(slow[1:], fast[1:], strict=True)])  # the first round warms up
+    return Seconds(found, ratios, interval(slow[1:]).median, taken, exact_bytes)
+
+
+def _call_ratio(seen: Seen, method: Method, rounds: int) -> Interval:
+    """Work on the values' linear layer counts on both sides, where the method does it."""
+    call = seen.call
+    whole = method.supports.projection and isinstance(seen.value, Projection)
+
+    def sdpa() -> object:
+        value = seen.projected if whole else ready
+        mask = call["attn_mask"]
+        return scaled_dot_product_attention(
+            seen.query, seen.key, value, attn_mask=mask, is_causal=call["is_causal"] and mask is None,
+            scale=call["scale"], enable_gqa=call["enable_gqa"],
+        )  # fmt: skip
+
+    def candidate() -> object:
+        return attention(seen.query, seen.key, seen.value if whole else ready, **call)
+
+    ready = seen.projected
+    return speed_ratio(sdpa, candidate, rounds=rounds)
+
+
+def _alone(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _swapped(subject: Subject, ids: Tensor, method: Method, seed: int) -> float:
+    with swapped(subject.model, method, seed=seed):
+        return _alone(lambda: subject.run(ids))

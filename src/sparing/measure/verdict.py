@@ -1,0 +1,152 @@
+"""What a comparison says: a row for each method and budget, a verdict in words, one sentence on top."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparing.measure.estimate import Estimate, estimate
+from sparing.measure.quality import LayerError
+from sparing.measure.seconds import Seconds
+from sparing.measure.timing import Interval
+from sparing.method import method as _method
+
+FORMAT = 1
+#: Words of a verdict.
+FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower here", "not safe", "oracle", "refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one setting."""
+
+    method: str
+    verdict: str
+    refused: str | None = None  #: why it cannot run in this model; nothing else is known then
+    change: Estimate | None = None  #: of the model's output, over documents; see `Comparison.metric`
+    error: Estimate | None = None  #: relative L2 error of the attention output, mean over layers, over documents
+    substitution: float | None = None  #: of which the method's own target against softmax attention
+    approximation: float | None = None  #: and the estimate against that target
+    layers: tuple[LayerError, ...] = ()
+    end: dict[str, float] | None = None  #: means over documents: cosine, perplexity, agreement, neighbours, ...
+    keys_read: float | None = None
+    flops: float | None = None  #: share of exact attention's
+    time: Seconds | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `sparing.compare` found."""
+
+    model: str
+    kind: str
+    data: str
+    documents: int
+    tokens: int  #: of the longest
+    truncated: int  #: documents that were longer than that
+    metric: str  #: what `change` measures
+    tolerance: float
+    seeds: int
+    machine: dict[str, Any]
+    rows: tuple[Row, ...]
+    summary: str
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat dictionary for each row, as `pandas.DataFrame` takes them."""
+        return [_flat(row) for row in self.rows]
+
+    def to_json(self) -> str:
+        """Everything, for `sparing report`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+
+_PARTS = ("substitution", "approximation")
+METRICS = {
+    "encoder": "1 - cosine of the embedding",
+    "language model": "change of the perplexity",
+    "classifier": "change of a class's probability",
+}
+
+
+def row_of(spec: str, parts: Sequence[dict[str, Any]], time: dict[str, Any], kind: str, tolerance: float) -> Row:
+    """One row from what was measured: a `Quality` of each seed, and `Seconds`, as dictionaries."""
+    if (refused := next((part["refused"] for part in parts if "refused" in part), None)) is not None:
+        return Row(spec, REFUSED, refused)
+    by_document = list(zip(*(part["ends"] for part in parts), strict=True))  # seeds of each
+    changes = [_mean([end["change"] for end in seeds]) for seeds in by_document]
+    errors = [_mean(seeds) for seeds in zip(*(part["errors"] for part in parts), strict=True)]
+    layers = tuple(_layer(same) for same in zip(*(part["layers"] for part in parts), strict=True))
+    ends = [end for part in parts for end in part["ends"]]
+    end = {name: _mean([each[name] for each in ends]) for name in ends[0] if name != "change"}
+    if parts[0]["neighbours"] is not None:
+        end["neighbours"] = _mean([part["neighbours"] for part in parts])
+    ratios = {name: None if time[name] is None else Interval(*time[name]) for name in ("attention", "model")}
+    taken = Seconds(**{**time, **ratios})
+    change = estimate(changes)
+    substitution, approximation = (
+        _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
+    )
+    return Row(
+        spec, verdict(spec, change, taken, tolerance), change=change, error=estimate(errors), substitution=substitution,
+        approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"],
+        flops=_mean([part["flops"] for part in parts]), time=taken,
+    )  # fmt: skip
+
+
+def verdict(spec: str, change: Estimate, time: Seconds, tolerance: float) -> str:
+    """Safe: the upper end of the interval is within the tolerance. Faster: three rounds of four were, end to end."""
+    if _method(spec).oracle:
+        return ORACLE
+    if change.high is None or not change.high <= tolerance:
+        return UNSAFE
+    return FASTER if time.model is not None and time.model.low > 1 else SLOWER
+
+
+def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
+    """What to do, in one sentence."""
+    on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
+    within = f"within {tolerance:.2%} ({metric})"
+    if documents == 1:
+        return f"{on} nothing can be called safe: one document has no interval; give more."
+    good = [row for row in rows if row.verdict == FASTER]
+    if good:
+        best = max(good, key=lambda row: row.time.model.median)  # type: ignore[union-attr]
+        assert best.change is not None
+        assert best.time is not None
+        assert best.time.model is not None
+        return (
+            f"{on}, {best.method} is {best.time.model.median:.2f}x as fast as the exact model here, and {within}: "
+            f"{best.change.mean:.2%} on average."
+        )
+    safe = [row for row in rows if row.verdict == SLOWER]
+    if safe:
+        return f"{on} keep exact attention: {len(safe)} of {len(rows)} settings stay {within}, but none is faster here."
+    return f"{on} keep exact attention: no setting stays {within}."
+
+
+def _layer(same: Sequence[dict[str, Any]]) -> LayerError:
+    bars = [each["bar"] for each in same if each["bar"] is not None]
+    numbers = {name: _mean([each[name] for each in same]) for name in (*_PARTS, "total")}
+    heads = tuple(_mean(head) for head in zip(*(each["heads"] for each in same), strict=True))
+    return LayerError(same[0]["layer"], **numbers, heads=heads, bar=_mean(bars) if bars else None)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {"method": row.method, "verdict": row.verdict, "refused": row.refused}
+    for name in ("change", "error"):
+        value: Estimate | None = getattr(row, name)
+        found |= {name: value and value.mean, f"{name}_low": value and value.low, f"{name}_high": value and value.high}
+    for name in (*_PARTS, "keys_read", "flops"):
+        found[name] = getattr(row, name)
+    found |= row.end or {}
+    time = row.time
+    found["attention_speed"] = time.attention.median if time and time.attention else None
+    found["model_speed"] = time.model.median if time and time.model else None
+    found["bytes"] = time.bytes if time else None
+    return found

@@ -1,0 +1,164 @@
+"""Texts of the user's own, from the files that people have."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparing.tasks.text import python_topics
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts, and what somebody knows about each."""
+
+    name: str
+    texts: tuple[str, ...]
+    labels: tuple[Any, ...] | None = None
+    empty: int = 0  #: that were left out for having no text
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same texts and labels, wherever they came from."""
+        return hashlib.sha256(json.dumps([self.texts, self.labels], default=str).encode()).hexdigest()[:16]
+
+
+def default() -> Documents:
+    """The help topics of Python, which every machine has."""
+    return Documents("Python help topics", tuple(python_topics()))
+
+
+def read(
+    paths: Sequence[str | Path], *, column: str | None = None, label: str | None = None, whole: bool = False
+) -> Documents:
+    """The documents of a file: `.jsonl`, `.csv`, `.tsv`, `.parquet`, or plain text with one on each line.
+
+    Several files are one collection; "-" is standard input, as plain text. column: where the text is; None: "text", or
+    the only column that there is. label: the column of the labels. whole: a plain text file is one document.
+    """
+    if not paths:
+        raise ValueError("data: no file is named")
+    texts: list[str] = []
+    labels: list[Any] = []
+    empty = 0
+    for path in paths:
+        rows = list(_rows(path, column, label, whole))
+        for text, mark in rows:
+            if not text.strip():
+                empty += 1
+                continue
+            texts.append(text)
+            labels.append(mark)
+    names = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
+    if not texts:
+        raise ValueError(f"data: {names} holds no text")
+    return Documents(names, tuple(texts), None if label is None else tuple(labels), empty)
+
+
+def _rows(path: str | Path, column: str | None, label: str | None, whole: bool) -> Iterable[tuple[str, Any]]:
+    suffix = "" if str(path) == "-" else Path(path).suffix.lower()
+    if suffix in _TABLES:
+        if whole:
+            raise ValueError(f"data: {path} is a table; --whole is for plain text")
+        return _columns(str(path), _TABLES[suffix](path), column, label)
+    if column is not None or label is not None:
+        asked = f"column {column!r}" if column is not None else f"label column {label!r}"
+        raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")
+    text = _decoded(path)
+    return [(text, None)] if whole else [(line.strip(), None) for line in text.splitlines()]
+
+
+def _columns(
+    path: str, table: list[dict[str, Any]], column: str | None, label: str | None
+) -> Iterable[tuple[str, Any]]:
+    names = list(dict.fromkeys(name for row in table for name in row))
+    found = column or ("text" if "text" in names or len(names) != 1 else names[0])
+    for what, name in (("column", found), ("label column", label)):
+        if name is not None and table and name not in names:
+            raise ValueError(f"data: {path} has no {what} {name!r}; it has {', '.join(map(repr, names))}")
+    for number, row in enumerate(table, 1):
+        text = row.get(found)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"data: {path}, row {number}: {found!r} is {type(text).__name__}, not a text")
+        if label is not None and row.get(label) is None:
+            raise ValueError(f"data: {path}, row {number} has no {label!r}")
+        yield text or "", row.get(label) if label is not None else None
+
+
+def _decoded(path: str | Path) -> str:
+    try:
+        raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"data: there is no file {path}") from None
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data: {path} is not UTF-8 (byte {error.start}); convert it first") from None
+
+
+def _json_lines(path: str | Path) -> list[dict[str, Any]]:
+    table = []
+    for number, line in enumerate(_decoded(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data: {path}, line {number} is not JSON: {error.msg}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"data: {path}, line {number} is {type(row).__name__}; each line must be an object")
+        table.append(row)
+    return table
+
+
+def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
+    def rows(path: str | Path) -> list[dict[str, Any]]:
+        # Quotes have no meaning in files of tabs: they stand in the text.
+        quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+        lines = csv.DictReader(
+            io.StringIO(_decoded(path)), delimiter=delimiter, quoting=quoting, restkey="", strict=True
+        )
+        usual = csv.field_size_limit(2**31 - 1)  # long documents
+        try:
+            return [{name: cell for name, cell in row.items() if name != ""} for row in lines]
+        except csv.Error as error:
+            raise ValueError(f"data: {path}, line {lines.line_num}: {error}") from None
+        finally:
+            csv.field_size_limit(usual)
+
+    return rows
+
+
+def _parquet(path: str | Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("Parquet files need pyarrow; run: pip install pyarrow") from None
+    try:
+        table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except FileNotFoundError:
+        raise ValueError(f"data: there is no file {path}") from None
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"data: {path} cannot be read as Parquet: {error}") from None
+    return table
+
+
+_TABLES: dict[str, Callable[[str | Path], list[dict[str, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".csv": _separated(","),
+    ".tsv": _separated("\t"),
+    ".parquet": _parquet,
+}

@@ -1,0 +1,104 @@
+"""A model to measure: a preset, a folder, a name on the hub, or an object that the user has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.tasks import minilm, smollm2
+
+PRESETS: dict[str, Callable[[], tuple[Any, Any]]] = {"minilm": minilm.load, "smollm2": smollm2.load}
+#: What a model's output is: an embedding, the next token, or classes.
+KINDS = ("encoder", "language model", "classifier")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model with its tokenizer."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        name = type(self.model).__name__
+        if name.endswith(("ForCausalLM", "LMHeadModel")):
+            return "language model"
+        return "classifier" if name.endswith("ForSequenceClassification") else "encoder"
+
+    @property
+    def positions(self) -> int | None:
+        """The longest input that the model was made for; None if nobody says."""
+        config = self.model.config
+        found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        if found is None:
+            return None
+        # RoBERTa's positions start behind the padding's.
+        return found - 2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else found
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same architecture and weights."""
+        digest = hashlib.sha256(type(self.model).__name__.encode())
+        settings = {k: v for k, v in self.model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_IT}
+        digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+        for name, weight in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
+    def run(self, ids: Tensor) -> Any:
+        """The model's output for the tokens [n] of one document, alone and unpadded."""
+        extra = {"use_cache": False} if self.kind == "language model" else {}
+        return self.model(input_ids=ids[None].to(self.model.device), **extra)
+
+    def encode(self, texts: Sequence[str], length: int) -> tuple[list[Tensor], int]:
+        """Token ids [n] of each text, at most `length`, and how many texts were longer."""
+        rows, longer = [], 0
+        for text in texts:
+            ids = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
+            if len(ids) > length:
+                longer += 1
+                ids = self.tokenizer(text, truncation=True, max_length=length)["input_ids"][:length]
+            rows.append(torch.tensor(ids))
+        return rows, longer
+
+
+_NOT_IT = ("transformers_version", "sparing", "attn_implementation", "name_or_path")
+
+
+def load(name: str) -> Subject:
+    """A preset (`minilm`, `smollm2`), a local folder, or a name on the hub, in float32 and evaluation mode."""
+    if name in PRESETS:
+        model, tokenizer = PRESETS[name]()
+        return Subject(name, model, tokenizer)
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "~", "/"))):
+        raise ValueError(f"model: there is no folder {name}; presets are {', '.join(PRESETS)}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        wanted = (config.architectures or [""])[0]
+        if wanted.endswith(("ForCausalLM", "LMHeadModel")):
+            auto: Any = transformers.AutoModelForCausalLM
+        elif wanted.endswith("ForSequenceClassification"):
+            auto = transformers.AutoModelForSequenceClassification
+        else:
+            auto = transformers.AutoModel
+        model = auto.from_pretrained(name, dtype=torch.float32).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"model: {name} cannot be loaded: {first}") from None
+    return Subject(Path(name).name, model, tokenizer)

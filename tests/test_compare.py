@@ -1,0 +1,311 @@
+"""The whole question, answered for small models: errors, ends, verdicts, and runs that go on."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+import sparing
+from sparing.measure import compare as module
+from sparing.measure.compare import compare
+from sparing.measure.error import error_split
+from sparing.measure.estimate import Estimate
+from sparing.measure.ladder import ladder
+from sparing.measure.quality import quality
+from sparing.measure.seconds import Seconds, seconds
+from sparing.measure.timing import Interval
+from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Row, summary, verdict
+from sparing.tasks.documents import Documents
+from sparing.tasks.subject import Subject, load
+
+from zoo import SMALL, TOKENS, build
+
+
+class Bytes:
+    """A tokenizer of sorts."""
+
+    def __call__(self, text, truncation=False, max_length=None, **options):
+        ids = [3 + b % 90 for b in text.encode()]
+        return {"input_ids": ids[:max_length] if truncation else ids}
+
+
+TEXTS = [f"{'some words and more of them, ' * 3}{i} {chr(97 + i) * 7}"[: 80 - i] for i in range(5)]
+
+
+def subject(name="bert", **options):
+    return Subject(name, build(name, **options).eval(), Bytes())
+
+
+def classifier(labels):
+    torch.manual_seed(0)
+    config = BertConfig(**TOKENS, **SMALL, num_labels=labels)
+    return Subject("classifier", BertForSequenceClassification(config).eval(), Bytes())
+
+
+@pytest.mark.parametrize(
+    "spec", ["nystrom(landmarks=8)", "yoso(hashes=8)", "monte_carlo(alpha=0.4)", "top_keys(keys=4)"]
+)
+def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
+    """The layers that an earlier measurement captured give the same split; the model is as before."""
+    from sparing.tasks import minilm
+
+    encoder = load("minilm")
+    ids = minilm.token_ids(minilm.Encoder(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
+    before = encoder.run(ids).last_hidden_state
+    found = quality(encoder, [ids], spec, seed=3)
+    assert torch.equal(encoder.run(ids).last_hidden_state, before)
+    assert [layer.layer for layer in found.layers] == [f"encoder.layer.{i}.attention.self" for i in range(6)]
+    for number, (layer, given) in enumerate(zip(found.layers, minilm_layers, strict=True)):
+        streams = [number * 2**16 + head for head in range(12)]
+        wanted = error_split(spec, given.query, given.key, given.value, seeds=[3], streams=streams)
+        assert (layer.substitution, layer.approximation, layer.total) == pytest.approx(wanted, rel=1e-3)
+        assert len(layer.heads) == 12
+        assert min(layer.heads) <= layer.total <= max(layer.heads)
+    assert found.errors[0] == pytest.approx(sum(layer.total for layer in found.layers) / 6)
+    assert all(layer.bar is None for layer in found.layers)
+
+
+def test_only_a_method_with_an_error_bar_has_one():
+    rows, _ = subject().encode(TEXTS, 60)
+    assert all(
+        -1 <= layer.bar <= 1 for layer in quality(subject(), rows, "multipole(clusters=4, keys=4, window=2)").layers
+    )
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_a_budget_of_everything_changes_nothing(name):
+    one = subject(name)
+    rows, longer = one.encode(TEXTS, 60)
+    assert longer == 5
+    found = quality(one, rows, "window(size=1000)")
+    assert max(found.errors) < 1e-5
+    assert max(abs(end["change"]) for end in found.ends) < 1e-5
+    small = quality(one, rows, "window(size=2)")
+    assert min(small.errors) > 0.01, "control: a small one does"
+    assert small.keys_read < found.keys_read
+
+
+def test_the_end_of_a_language_model():
+    one = subject("llama")
+    rows, _ = one.encode(TEXTS[:2], 60)
+    found = quality(one, rows, "window(size=2)")
+    for ids, end in zip(rows, found.ends, strict=True):
+        with torch.no_grad():
+            exact = one.model(input_ids=ids[None], labels=ids[None]).loss
+            with sparing.approximate(one.model, "window(size=2)"):
+                other = one.model(input_ids=ids[None], labels=ids[None], use_cache=False).loss
+        assert end["exact_loss"] == pytest.approx(float(exact), rel=1e-5)
+        assert end["loss"] == pytest.approx(float(other), rel=1e-5)
+        assert end["change"] == pytest.approx(math.exp(float(other - exact)) - 1, abs=1e-5)
+        assert 0 <= end["agreement"] <= 1
+
+
+def test_the_end_of_an_encoder():
+    one = subject()
+    rows, _ = one.encode(TEXTS, 60)
+    found = quality(one, rows, "window(size=2)")
+    with torch.no_grad():
+        exact = one.model(rows[0][None]).last_hidden_state.mean(1)
+        with sparing.approximate(one.model, "window(size=2)"):
+            other = one.model(rows[0][None]).last_hidden_state.mean(1)
+    cosine = float(torch.nn.functional.cosine_similarity(exact, other))
+    assert found.ends[0]["cosine"] == pytest.approx(cosine, abs=1e-6)
+    assert found.ends[0]["change"] == pytest.approx(1 - cosine, abs=1e-6)
+    assert 0 <= found.neighbours <= 1
+    assert quality(one, rows[:2], "window(size=2)").neighbours is None, "two documents are each other's neighbours"
+
+
+def test_the_end_of_a_classifier():
+    for labels, words in (
+        (3, {"exact_class", "class", "agreement", "change"}),
+        (1, {"exact_score", "score", "change"}),
+    ):
+        one = classifier(labels)
+        assert one.kind == "classifier"
+        rows, _ = one.encode(TEXTS, 60)
+        (end, *_) = quality(one, rows, "window(size=2)").ends
+        assert set(end) == words
+        assert end["change"] > 0
+
+
+def run(one, **options):
+    given = {
+        "methods": ["window(size=4)", "window(size=1000)", "top_keys(keys=4)", "yoso(hashes=4)"],
+        "rounds": 1,
+        "jobs": 1,
+    }
+    return compare(one, TEXTS, length=60, **{**given, **options})
+
+
+def test_a_comparison_of_a_small_model():
+    found = run(subject(), tolerance=1e-5)  # attention has little to say in a random model
+    assert (found.kind, found.documents, found.tokens, found.truncated) == ("encoder", 5, 60, 5)
+    verdicts = {row.method: row.verdict for row in found.rows}
+    assert verdicts["window(size=1000)"] in (FASTER, SLOWER)
+    assert verdicts["top_keys(keys=4)"] == ORACLE
+    assert [row.change.count for row in found.rows] == [5, 5, 2, 5], "oracles get two documents"
+    assert verdicts["yoso(hashes=4)"] == UNSAFE
+    held = json.loads(found.to_json())
+    assert held["format"] == 1
+    assert [row["method"] for row in held["rows"]] == list(verdicts)
+    record = found.records()[0]
+    assert record["change_low"] <= record["change"] <= record["change_high"]
+    assert record["model_speed"] > 0
+    assert record["cosine"] == pytest.approx(1 - record["change"])
+
+
+def test_a_method_that_a_layer_cannot_run_is_refused_with_its_reason():
+    found = run(subject("llama"), methods=["nystrom(landmarks=4)", "window(size=4, sinks=1)"])
+    first, second = found.rows
+    assert first.verdict == "refused"
+    assert "cannot run nystrom(landmarks=4): it is causal" in first.refused
+    assert second.refused is None
+    assert found.records()[0]["change"] is None
+
+
+def numbers(found):
+    """All but times and what follows from them."""
+    return [
+        {
+            name: value
+            for name, value in record.items()
+            if name not in ("attention_speed", "model_speed", "bytes", "verdict")
+        }
+        for record in found.records()
+    ]
+
+
+def test_a_run_that_was_stopped_gives_the_same_and_repeats_nothing(tmp_path, monkeypatch):
+    whole, one, calls = run(subject()), subject(), []
+
+    def counted(*args, **options):
+        calls.append(args[2])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return quality(*args, **options)
+
+    monkeypatch.setattr(module, "quality", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(one, cache=tmp_path)
+    again = run(one, cache=tmp_path)
+    assert numbers(again) == numbers(whole)
+    assert len(calls) == 3 + 3, "two of five cells were finished: one seed, one seed, then one, and two of yoso"
+    assert run(one, cache=tmp_path) == again, "and now all are known, times too"
+    assert len(calls) == 6
+
+
+def test_two_processes_give_the_same_numbers():
+    one = subject()
+    methods = ["window(size=4)", "yoso(hashes=4)"]
+    assert numbers(run(one, methods=methods, jobs=2)) == numbers(run(one, methods=methods))
+
+
+def test_what_is_measured_is_keyed_by_model_and_documents():
+    one, other = subject(), subject()
+    assert one.fingerprint == other.fingerprint
+    with torch.no_grad():
+        next(other.model.parameters())[5, 0] += 1e-3
+    assert one.fingerprint != other.fingerprint
+    with sparing.approximate(one.model, "window(size=4)"):
+        assert one.fingerprint == subject().fingerprint, "what runs in it is not the model"
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_given_back():
+    one = subject()
+    wanted = numbers(run(one))
+    model = one.model.train()
+    assert (
+        numbers(compare(model, TEXTS, tokenizer=Bytes(), methods=["window(size=4)"], length=60, rounds=1, jobs=1))
+        == wanted[:1]
+    )
+    assert model.training
+
+
+def test_times_are_those_of_the_model():
+    one = subject()
+    rows, _ = one.encode(TEXTS, 60)
+    found = seconds(one, rows[0], "window(size=4)", rounds=2)
+    assert found.exact_model > 0
+    assert found.model.low <= found.model.median <= found.model.high
+    assert found.attention.median > 0
+    assert seconds(one, rows[0], "top_keys(keys=4)", rounds=1).model is None, "an oracle's time says nothing"
+
+
+def timed(ratio):
+    return Seconds(None, Interval(ratio, ratio, ratio), 1.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "high", "ratio", "word"),
+    [
+        ("window", 0.009, 1.5, FASTER),
+        ("window", 0.01, 0.5, SLOWER),
+        ("window", 0.011, 1.5, UNSAFE),
+        ("window", None, 1.5, UNSAFE),
+        ("window", math.nan, 1.5, UNSAFE),
+        ("top_keys", 0.0, 1.5, ORACLE),
+    ],
+)
+def test_verdicts(spec, high, ratio, word):
+    assert verdict(spec, Estimate(0.001, 0.0, high, 4), timed(ratio), 0.01) == word
+
+
+def test_the_sentence_on_top():
+    def row(word, ratio):
+        return Row("window(size=8)", word, change=Estimate(0.002, 0.0, 0.004, 4), time=timed(ratio))
+
+    assert summary([row(UNSAFE, 2.0)], 4, 99, 0.01, "m") == (
+        "On 4 documents of up to 99 tokens keep exact attention: no setting stays within 1.00% (m)."
+    )
+    assert "1 of 2 settings stay within 1.00% (m), but none is faster here" in summary(
+        [row(UNSAFE, 2.0), row(SLOWER, 0.5)], 4, 99, 0.01, "m"
+    )
+    assert summary([row(FASTER, 1.25), row(FASTER, 1.5)], 4, 99, 0.01, "m") == (
+        "On 4 documents of up to 99 tokens, window(size=8) is 1.50x as fast as the exact model here, and within 1.00% "
+        "(m): 0.20% on average."
+    )
+    assert "one document has no interval" in summary([row(UNSAFE, 2.0)], 1, 99, 0.01, "m")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [2, 40, 512, 8192])
+def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
+    found = [sparing.method(spec) for spec in ladder(length, causal=causal)]
+    assert len(set(found)) == len(found)
+    for method in found:
+        assert method.supports.training_free or method.oracle
+        assert method.supports.causal or not causal
+    assert {method.name for method in found} >= {"window", "multipole", "top_keys"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 0.0}, "tolerance=0.0 must be above 0"),
+        ({"tolerance": 1.5}, "tolerance=1.5 must be above 0 and below 1"),
+        ({"seeds": 0}, "seeds=0 must be at least 1"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+        ({"jobs": 0}, "jobs=0 must be at least 1"),
+        ({"length": 1}, "length=1 must be at least 2"),
+        ({"length": 9999}, "length=9999 is more than the 512 positions of the model"),
+        ({"documents": 0}, "documents=0 must be at least 1"),
+        ({"methods": []}, "methods is empty"),
+        ({"methods": ["nystrm"]}, "unknown name 'nystrm'"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        compare(subject(), TEXTS, **{"jobs": 1, **options})
+
+
+def test_models_and_texts_that_cannot_be_used(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer: BertModel came without one"):
+        compare(subject().model, TEXTS)
+    with pytest.raises(ValueError, match="texts: none has two tokens"):
+        compare(subject(), Documents("few", ("x",)))
+    with pytest.raises(ValueError, match=r"model: there is no folder /no/such/place"):
+        load("/no/such/place")
+    with pytest.raises(ValueError, match=r"model: .* cannot be loaded"):
+        load(str(tmp_path))

@@ -1,0 +1,119 @@
+"""Files of documents, as people have them, and what is said about those that cannot be read."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sparing.tasks import documents
+from sparing.tasks.documents import read
+
+TEXTS = ('A first text, with a comma and "quotes".', "Ein zweiter: äöü €", "third\tline")
+
+
+def test_plain_text_has_a_document_on_each_line(tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text("\ufeffone\n\n  two  \r\nthree", encoding="utf-8")
+    found = read([path])
+    assert found.texts == ("one", "two", "three")
+    assert (found.name, found.labels, found.empty) == ("some.txt", None, 1)
+    assert read([path], whole=True).texts == ("one\n\n  two  \r\nthree",)
+    assert read([path, path]).texts == found.texts * 2
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(json.dumps({"text": t, "label": i, "other": None}) for i, t in enumerate(TEXTS)) + "\n\n")
+    assert read([path]).texts == TEXTS
+    assert read([path], label="label").labels == (0, 1, 2)
+    path.write_text('{"body": "x"}\n{"body": ""}\n')
+    assert read([path]).texts == ("x",), "the only column"
+
+
+def test_comma_separated(tmp_path):
+    path = tmp_path / "some.csv"
+    path.write_text('id,text,label\n1,"A first text, with a comma and ""quotes"".",pos\n2,"two\nlines",neg\n', "utf-8")
+    found = read([path], label="label")
+    assert found.texts == (TEXTS[0], "two\nlines")
+    assert found.labels == ("pos", "neg")
+    assert read([path], column="id").texts == ("1", "2")
+    path.write_text("text\n" + "x" * 500_000 + "\n")
+    assert len(read([path]).texts[0]) == 500_000
+
+
+def test_tab_separated_files_do_not_quote(tmp_path):
+    path = tmp_path / "some.tsv"
+    path.write_text('sentence\tlabel\n"half a quote\t1\nplain\t0\n')
+    found = read([path], column="sentence", label="label")
+    assert found.texts == ('"half a quote', "plain")
+    assert found.labels == ("1", "0")
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="an extra")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": list(TEXTS), "label": [0, 1, 2]}), tmp_path / "some.parquet")
+    assert read([tmp_path / "some.parquet"], label="label") == documents.Documents("some.parquet", TEXTS, (0, 1, 2))
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(ValueError, match=r"bad.parquet cannot be read as Parquet"):
+        read([tmp_path / "bad.parquet"])
+    with pytest.raises(ValueError, match=r"there is no file"):
+        read([tmp_path / "none.parquet"])
+
+
+def test_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("eins\nzwei ü\n".encode())))
+    found = read(["-"])
+    assert (found.name, found.texts) == ("standard input", ("eins", "zwei ü"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("none.txt", None, {}, r"data: there is no file .*none.txt"),
+        ("empty.txt", b"", {}, r"data: empty.txt holds no text"),
+        ("blank.jsonl", b"\n\n", {}, r"data: blank.jsonl holds no text"),
+        ("latin.txt", "gr\xfcn".encode("latin-1"), {}, r"latin.txt is not UTF-8 \(byte 2\); convert it first"),
+        ("a.jsonl", b'{"text": "x"}\nno', {}, r"a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b"[1]", {}, r"a.jsonl, line 1 is list; each line must be an object"),
+        ("a.jsonl", b'{"text": 3}', {}, r"a.jsonl, row 1: 'text' is int, not a text"),
+        ("a.jsonl", b'{"a": "x", "b": "y"}', {}, r"a.jsonl has no column 'text'; it has 'a', 'b'"),
+        ("a.jsonl", b'{"text": "x"}', {"label": "mark"}, r"a.jsonl has no label column 'mark'; it has 'text'"),
+        ("a.jsonl", b'{"text": "x", "m": 1}\n{"text": "y"}', {"label": "m"}, r"a.jsonl, row 2 has no 'm'"),
+        ("a.csv", b'text\n"open', {}, r"a.csv, line \d: unexpected end of data"),
+        ("a.csv", b"text\nx", {"column": "body"}, r"a.csv has no column 'body'; it has 'text'"),
+        ("a.csv", b"text\nx", {"whole": True}, r"a.csv is a table; --whole is for plain text"),
+        ("a.txt", b"x", {"column": "body"}, r"a.txt is plain text and has no column 'body'; use .jsonl"),
+        ("a.txt", b"x", {"label": "mark"}, r"a.txt is plain text and has no label column 'mark'; use .jsonl"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, options, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read([tmp_path / name], **options)
+
+
+def test_folders_and_no_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read: Is a directory"):
+        read([tmp_path])
+    with pytest.raises(ValueError, match="no file is named"):
+        read([])
+
+
+def test_a_fingerprint_is_that_of_texts_and_labels():
+    one = documents.Documents("a", ("x", "y"))
+    assert one.fingerprint == documents.Documents("b", ("x", "y")).fingerprint
+    others = [
+        documents.Documents("a", ("xy",)),
+        documents.Documents("a", ("y", "x")),
+        documents.Documents("a", ("x", "y"), (0, 1)),
+    ]
+    assert len({one.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+def test_every_machine_has_some():
+    assert len(documents.default()) > 50
