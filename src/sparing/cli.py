@@ -59,7 +59,6 @@ def _add_compare(commands: Any) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of the timings (default: 5)")
     parser.add_argument("--jobs", type=int, help="processes that measure errors; default: one for each core")
-    parser.add_argument("--backend", help="of joblib, such as dask or ray, for a cluster that is connected")
     parser.add_argument("--layers", action="store_true", help="errors layer by layer too, and how good error bars are")
     parser.add_argument("--json", metavar="FILE", help="write everything there")
     parser.add_argument(
@@ -70,6 +69,7 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough, and processes inherit this
     try:
         from rich.console import Console
         from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -96,7 +96,7 @@ def _compare(options: argparse.Namespace) -> int:
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
             seeds=options.seeds, tolerance=options.tolerance, rounds=options.rounds, jobs=options.jobs,
-            backend=options.backend, cache=None if options.no_cache else options.cache or _cache_folder(),
+            cache=None if options.no_cache else options.cache or _cache_folder(),
             progress=lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps),
         )  # fmt: skip
     show(found, layers=options.layers)
