@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,6 +155,14 @@ def test_a_comparison_of_a_small_model():
     assert record["change_low"] <= record["change"] <= record["change_high"]
     assert record["model_speed"] > 0
     assert record["cosine"] == pytest.approx(1 - record["change"])
+
+
+def test_json_has_no_nan():
+    row = Row("window(size=8)", UNSAFE, change=Estimate(math.nan, None, None, 2), end={"loss": math.inf})
+    found = replace(run(subject(), methods=["window(size=4)"]), rows=(row,))
+    held = json.loads(found.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert held["rows"][0]["change"]["mean"] is None
+    assert held["rows"][0]["end"] == {"loss": None}
 
 
 def test_a_method_that_a_layer_cannot_run_is_refused_with_its_reason():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """Everything, for `sparing report`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        return json.dumps(_finite({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
 
 
 _PARTS = ("substitution", "approximation")
@@ -135,6 +136,15 @@ def _layer(same: Sequence[dict[str, Any]]) -> LayerError:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _finite(value: Any) -> Any:
+    """Without NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(row: Row) -> dict[str, Any]:
