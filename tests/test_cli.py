@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import sparing
 from sparing.cli import main
 
 METHODS = "window(size=8),multipole(clusters=8, keys=8, window=4),top_keys(keys=8)"
@@ -27,6 +28,8 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     held = json.loads(out.read_text())
     assert held["rows"][0]["method"] == "window(size=8)"
     assert len(list(cache.iterdir())) == 6, "three methods: errors and times"
+    assert main(["report", str(out), "--layers"]) == 0
+    assert capsys.readouterr().out == text, "the same from the file"
 
 
 def test_compare_reads_files_of_the_user(capsys, tmp_path):
@@ -73,3 +76,54 @@ def test_help_names_the_command(capsys):
         main(["--help"])
     assert caught.value.code == 0
     assert "compare" in capsys.readouterr().out
+
+
+def test_methods_are_listed(capsys):
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    for name in sparing.methods():
+        assert name in out
+    assert next(line for line in out.splitlines() if line.strip().startswith("nystrom")).split()[1:3] == [
+        "landmarks",
+        ".P.XQG.T",
+    ]
+    assert "top_keys *" in out
+
+
+def test_a_recipe_is_shown(capsys, tmp_path):
+    path = tmp_path / "recipe.json"
+    sparing.Recipe(
+        {"encoder.layer.[0]": "window(size=8)", "*": "nystrom"}, architecture="bert", about={"data": "x"}
+    ).save(path)
+    assert main(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("for bert", "encoder.layer.[0]", "window(size=8)", "nystrom", "always", "data: x"):
+        assert word in out
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "no file"),
+        ("{", "not"),
+        ("[]", "JSON object"),
+        ('{"format": 99, "version": 99, "layers": {}}', "not known"),
+    ],
+)
+def test_files_that_are_none_of_ours_are_named(command, text, words, capsys, tmp_path):
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert main([command, str(path)]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "x.json" in err
+    assert err.count("\n") == 1
+
+
+def test_a_report_that_lacks_something_is_named(capsys, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"format": 1, "rows": [{"method": "window"}]}')
+    assert main(["report", str(path)]) == 2
+    assert "lacks something, or has too much" in capsys.readouterr().err

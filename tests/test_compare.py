@@ -17,7 +17,7 @@ from sparing.measure.ladder import ladder
 from sparing.measure.quality import quality
 from sparing.measure.seconds import Seconds, seconds
 from sparing.measure.timing import Interval
-from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Row, summary, verdict
+from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
 from sparing.tasks.documents import Documents
 from sparing.tasks.subject import Subject, load
 
@@ -163,6 +163,12 @@ def test_json_has_no_nan():
     held = json.loads(found.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert held["rows"][0]["change"]["mean"] is None
     assert held["rows"][0]["end"] == {"loss": None}
+    assert math.isnan(Comparison.from_json(found.to_json()).rows[0].change.mean)
+
+
+def test_a_comparison_comes_back_from_json():
+    found = run(subject("llama"), methods=["nystrom(landmarks=4)", "window(size=4)", "top_keys(keys=4)"])
+    assert Comparison.from_json(found.to_json()) == found
 
 
 def test_a_method_that_a_layer_cannot_run_is_refused_with_its_reason():

@@ -18,9 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compare(commands)
     _add_bench(commands)
+    _add_lists(commands)
     options = parser.parse_args(arguments)
+    run = {"compare": _compare, "bench": _bench, "methods": _methods, "show": _show, "report": _report}
     try:
-        return _bench(options) if options.command == "bench" else _compare(options)
+        return run[options.command](options)
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         if getattr(options, "debug", False):
             raise
@@ -99,11 +101,64 @@ def _compare(options: argparse.Namespace) -> int:
             cache=None if options.no_cache else options.cache or _cache_folder(),
             progress=lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps),
         )  # fmt: skip
-    show(found, layers=options.layers)
+    show(found, layers=options.layers, console=_console())
     if target is not None:
         write_whole(target, found.to_json())
         console.print(f"wrote {target}", markup=False, soft_wrap=True)
     return 0
+
+
+def _add_lists(commands: Any) -> None:
+    commands.add_parser("methods", help="what each method is, and what it can do")
+    show = commands.add_parser("show", help="what a recipe says about the layers of a model")
+    show.add_argument("recipe", help="a JSON file, as sparing.Recipe saves it")
+    report = commands.add_parser("report", help="a comparison that compare --json wrote, once more")
+    report.add_argument("result", help="the JSON file")
+    report.add_argument("--layers", action="store_true", help="errors layer by layer too")
+
+
+def _methods(options: argparse.Namespace) -> int:
+    console = _console()
+    from sparing.report.lists import methods_table
+
+    console.print(methods_table())
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    console = _console()
+    from sparing.report.lists import recipe_table
+    from sparing.transformers import Recipe
+
+    recipe = Recipe.load(options.recipe)
+    console.print(recipe_table(recipe))
+    for name, value in recipe.about.items():
+        console.print(f"{name}: {value}", markup=False, highlight=False)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    console = _console()
+    from sparing.measure.verdict import Comparison
+    from sparing.report.table import show
+
+    try:
+        found = Comparison.from_json(Path(options.result).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {options.result}") from None
+    except ValueError as error:
+        raise ValueError(f"{options.result}: {error}") from None
+    show(found, layers=options.layers, console=console)
+    return 0
+
+
+def _console() -> Any:
+    """At least 100 columns wide: a number that is cut off is worse than a line that wraps."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("rich is missing; run: pip install 'sparing[cli]'") from None
+    return Console(width=max(100, Console().width))
 
 
 def _cache_folder() -> Path:

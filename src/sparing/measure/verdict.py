@@ -62,6 +62,22 @@ class Comparison:
         """Everything, for `sparing report`."""
         return json.dumps(_finite({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
 
+    @classmethod
+    def from_json(cls, text: str) -> Comparison:
+        """What `to_json` wrote."""
+        try:
+            held = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"a comparison is JSON, and this is not: {error}") from None
+        if not isinstance(held, dict) or "format" not in held:
+            raise ValueError("a comparison is a JSON object with 'format' and 'rows'")
+        if held.pop("format") != FORMAT:
+            raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}")
+        try:
+            return cls(**{**held, "rows": tuple(_row(row) for row in held["rows"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a comparison lacks something, or has too much: {error}") from None
+
 
 _PARTS = ("substitution", "approximation")
 METRICS = {
@@ -83,8 +99,7 @@ def row_of(spec: str, parts: Sequence[dict[str, Any]], time: dict[str, Any], kin
     end = {name: _mean([each[name] for each in ends]) for name in ends[0] if name != "change"}
     if parts[0]["neighbours"] is not None:
         end["neighbours"] = _mean([part["neighbours"] for part in parts])
-    ratios = {name: None if time[name] is None else Interval(*time[name]) for name in ("attention", "model")}
-    taken = Seconds(**{**time, **ratios})
+    taken = _seconds(time)
     change = estimate(changes)
     substitution, approximation = (
         _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
@@ -136,6 +151,22 @@ def _layer(same: Sequence[dict[str, Any]]) -> LayerError:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _row(held: dict[str, Any]) -> Row:
+    numbers = {name: None if held[name] is None else _estimate(held[name]) for name in ("change", "error")}
+    layers = tuple(LayerError(**{**layer, "heads": tuple(layer["heads"])}) for layer in held["layers"])
+    time = None if held["time"] is None else _seconds(held["time"])
+    return Row(**{**held, **numbers, "layers": layers, "time": time})
+
+
+def _estimate(held: dict[str, Any]) -> Estimate:
+    return Estimate(**{**held, "mean": math.nan if held["mean"] is None else held["mean"]})
+
+
+def _seconds(held: dict[str, Any]) -> Seconds:
+    ratios = {name: None if held[name] is None else Interval(*held[name]) for name in ("attention", "model")}
+    return Seconds(**{**held, **ratios})
 
 
 def _finite(value: Any) -> Any:

@@ -10,33 +10,16 @@ from rich.table import Table
 from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
-from sparing.method import Supports
 
-LETTERS = {
-    "causal": "C",
-    "key_padding": "P",
-    "attn_mask": "M",
-    "cross_attention": "X",
-    "gqa": "Q",
-    "gradient": "G",
-    "training_free": "T",
-}
 _WORDS = {
     FASTER: "[bold green]safe, faster[/]", SLOWER: "[green]safe, slower[/]", UNSAFE: "[red]not safe[/]",
     ORACLE: "[dim]oracle[/]", REFUSED: "[dim]refused[/]",
 }  # fmt: skip
-_WIDTH = 100
 _SHOWN = 8  # layers that have columns of their own
 
 
-def capabilities(supports: Supports) -> str:
-    """One letter per capability, a dot where it is missing: "CPMXQGT"."""
-    return "".join(letter if getattr(supports, name) else "." for name, letter in LETTERS.items())
-
-
-def show(found: Comparison, *, layers: bool = False, console: Console | None = None) -> None:
+def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
     """Print the summary and the table; with `layers`, the errors of each layer, too."""
-    console = console or Console(width=max(_WIDTH, Console().width))
     console.print(f"[bold]{escape(found.summary)}[/]", highlight=False)
     cut = f", {found.truncated} of them cut" if found.truncated else ""
     console.print(

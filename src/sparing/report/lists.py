@@ -1,0 +1,54 @@
+"""Methods and recipes, as the terminal shows them."""
+
+from __future__ import annotations
+
+import inspect
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from sparing.method import Method, Supports, methods
+from sparing.transformers.recipe import Recipe
+
+LETTERS = {
+    "causal": "C", "key_padding": "P", "attn_mask": "M", "cross_attention": "X", "gqa": "Q", "gradient": "G",
+    "decode": "D", "training_free": "T",
+}  # fmt: skip
+
+
+def capabilities(supports: Supports) -> str:
+    """One letter per capability, a dot where it is missing: "CPMXQGDT"."""
+    return "".join(letter if getattr(supports, name) else "." for name, letter in LETTERS.items())
+
+
+def methods_table() -> Table:
+    """What each method is and can do."""
+    words = ", ".join(f"{letter} {name.replace('_', ' ')}" for name, letter in LETTERS.items())
+    table = Table(
+        caption=f"can: {words}. *: an oracle, which needs the exact result. All fields: docs/methods.md.",
+        caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for name in ("method", "budget", "can", "what it is"):
+        table.add_column(name, no_wrap=name != "what it is")
+    for name, method in methods().items():
+        star = " *" if method.oracle else ""
+        table.add_row(name + star, method.budget or "-", capabilities(method.supports), escape(_first_line(method)))
+    return table
+
+
+def recipe_table(recipe: Recipe) -> Table:
+    """What each layer of a recipe runs."""
+    table = Table(
+        title=f"for {recipe.architecture or 'any architecture'}; layers that are not named run exact attention",
+        title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for column in ("layers", "method", "seed", "when"):
+        table.add_column(column)
+    for name, spec in recipe.layers.items():
+        table.add_row(escape(name), escape(spec), str(recipe.seed_of(name)), recipe.when_of(name))
+    return table
+
+
+def _first_line(method: type[Method]) -> str:
+    return (inspect.getdoc(method) or "").splitlines()[0].rstrip(".")
