@@ -62,6 +62,7 @@ def test_a_stopped_comparison_says_that_it_goes_on(capsys, monkeypatch):
         (["--data", __file__, "--column", "body"], "is plain text and has no column 'body'"),
         (["/no/such/model"], "there is no folder /no/such/model"),
         (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--json", "/"], "--json=/ cannot be written"),
     ],
 )
 def test_mistakes_give_one_line_and_status_2(arguments, words, capsys):

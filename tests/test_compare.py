@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from rich.console import Console
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 import sparing
 from sparing.measure import compare as module
@@ -14,10 +15,11 @@ from sparing.measure.compare import compare
 from sparing.measure.error import error_split
 from sparing.measure.estimate import Estimate
 from sparing.measure.ladder import ladder
-from sparing.measure.quality import quality
+from sparing.measure.quality import LayerError, quality
 from sparing.measure.seconds import Seconds, seconds
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
+from sparing.report.table import show
 from sparing.tasks.documents import Documents
 from sparing.tasks.subject import Subject, load
 
@@ -158,12 +160,19 @@ def test_a_comparison_of_a_small_model():
 
 
 def test_json_has_no_nan():
-    row = Row("window(size=8)", UNSAFE, change=Estimate(math.nan, None, None, 2), end={"loss": math.inf})
+    nothing = Estimate(math.nan, None, None, 2)
+    layer = LayerError("0", math.nan, 0.0, math.nan, (math.nan, 1.0))
+    row = Row("window(size=8)", UNSAFE, change=nothing, error=nothing, layers=(layer,), end={"loss": math.inf})
     found = replace(run(subject(), methods=["window(size=4)"]), rows=(row,))
     held = json.loads(found.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert held["rows"][0]["change"]["mean"] is None
     assert held["rows"][0]["end"] == {"loss": None}
-    assert math.isnan(Comparison.from_json(found.to_json()).rows[0].change.mean)
+    again = Comparison.from_json(found.to_json())
+    assert math.isnan(again.rows[0].change.mean)
+    assert math.isnan(again.rows[0].layers[0].heads[0])
+    with (console := Console(width=100)).capture() as shown:
+        show(again, console=console, layers=True)
+    assert "nan" in shown.get()
 
 
 def test_a_comparison_comes_back_from_json():
@@ -259,12 +268,65 @@ def timed(ratio):
         ("window", 0.01, 0.5, SLOWER),
         ("window", 0.011, 1.5, UNSAFE),
         ("window", None, 1.5, UNSAFE),
+        ("window", 0.001, 1.01, SLOWER),  # as likely noise
+        ("exact", 0.0, 1.5, SLOWER),
         ("window", math.nan, 1.5, UNSAFE),
         ("top_keys", 0.0, 1.5, ORACLE),
     ],
 )
 def test_verdicts(spec, high, ratio, word):
     assert verdict(spec, Estimate(0.001, 0.0, high, 4), timed(ratio), 0.01) == word
+
+
+def test_a_change_for_the_better_is_a_change():
+    assert verdict("window", Estimate(-0.15, -0.28, -0.02, 4), timed(1.5), 0.01) == UNSAFE
+    assert verdict("window", Estimate(0.0, -0.009, 0.009, 4), timed(1.5), 0.01) == FASTER
+
+
+def test_a_model_that_is_approximated_already_is_refused():
+    one = subject()
+    with sparing.approximate(one.model, "window(size=4)"), pytest.raises(ValueError, match="approximated already"):
+        run(one)
+    with sparing.approximate(one.model, "exact"):
+        assert run(one, methods=["window(size=4)"]).rows[0].refused is None
+
+
+def test_a_process_that_is_used_again_loads_what_has_changed(monkeypatch):
+    first, second = subject(), subject()
+    with torch.no_grad():
+        next(second.model.parameters()).mul_(2)
+    files = [first, second, first]
+    monkeypatch.setattr(module, "load", lambda name: files.pop(0))
+    module._loaded.cache_clear()
+    assert module._loaded("x", first.fingerprint) is first
+    assert module._loaded("x", first.fingerprint) is first
+    assert module._loaded("x", second.fingerprint) is second
+    with pytest.raises(ValueError, match="x has changed while it was measured"):
+        module._loaded("x", "another")
+    module._loaded.cache_clear()
+
+
+def test_labels_of_many_are_judged_one_by_one():
+    one = classifier(3)
+    one.model.config.problem_type = "multi_label_classification"
+    rows, _ = one.encode(TEXTS[:1], 60)
+    found = quality(one, rows, "window(size=2)").ends[0]["change"]
+    with torch.no_grad():
+        exact = one.run(rows[0]).logits.sigmoid()
+        with sparing.approximate(one.model, "window(size=2)"):
+            other = one.run(rows[0]).logits.sigmoid()
+    assert found == pytest.approx(float((exact - other).abs().max()), rel=1e-3)
+
+
+def test_a_head_that_has_no_end_leaves_the_encoder():
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**TOKENS, **SMALL)).eval()
+    model.bert.embeddings.train()
+    found = compare(model, [*TEXTS, "x"], tokenizer=Bytes(), methods=["window(size=4)"], length=60, rounds=1, jobs=1)
+    assert found.kind == "encoder"
+    assert (found.documents, found.skipped) == (5, 1)
+    assert model.bert.embeddings.training
+    assert not model.bert.encoder.training
 
 
 def test_the_sentence_on_top():
@@ -281,6 +343,7 @@ def test_the_sentence_on_top():
         "On 4 documents of up to 99 tokens, window(size=8) is 1.50x as fast as the exact model here, and within 1.00% "
         "(m): 0.20% on average."
     )
+    assert "nothing that could replace it was measured" in summary([row(ORACLE, 1.0)], 4, 99, 0.01, "m")
     assert "one document has no interval" in summary([row(UNSAFE, 2.0)], 1, 99, 0.01, "m")
 
 
@@ -307,6 +370,8 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
         ({"length": 9999}, "length=9999 is more than the 512 positions of the model"),
         ({"documents": 0}, "documents=0 must be at least 1"),
         ({"methods": []}, "methods is empty"),
+        ({"methods": "window(size=8)"}, "must be a list, not one string"),
+        ({"threads": 0}, "threads=0 must be at least 1"),
         ({"methods": ["nystrm"]}, "unknown name 'nystrm'"),
     ],
 )
@@ -322,5 +387,10 @@ def test_models_and_texts_that_cannot_be_used(tmp_path):
         compare(subject(), Documents("few", ("x",)))
     with pytest.raises(ValueError, match=r"model: there is no folder /no/such/place"):
         load("/no/such/place")
+    with pytest.raises(ValueError, match=r"model: .* has no tokenizer; save it there, too"):
+        load(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"model: .* cannot be loaded"):
         load(str(tmp_path))
+    with pytest.raises(ValueError, match=r"texts='hello' must be a list"):
+        compare(subject(), "hello")

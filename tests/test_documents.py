@@ -83,6 +83,7 @@ def test_standard_input(monkeypatch):
         ("a.jsonl", b'{"a": "x", "b": "y"}', {}, r"a.jsonl has no column 'text'; it has 'a', 'b'"),
         ("a.jsonl", b'{"text": "x"}', {"label": "mark"}, r"a.jsonl has no label column 'mark'; it has 'text'"),
         ("a.jsonl", b'{"text": "x", "m": 1}\n{"text": "y"}', {"label": "m"}, r"a.jsonl, row 2 has no 'm'"),
+        ("a.json", b'[{"text": "x"}]', {}, r"a.json is JSON; write one object on each line and call it .jsonl"),
         ("a.csv", b'text\n"open', {}, r"a.csv, line \d: unexpected end of data"),
         ("a.csv", b"text\nx", {"column": "body"}, r"a.csv has no column 'body'; it has 'text'"),
         ("a.csv", b"text\nx", {"whole": True}, r"a.csv is a table; --whole is for plain text"),

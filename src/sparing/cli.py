@@ -29,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"sparing {options.command}: {error}\n")
         return 2
     except KeyboardInterrupt:
-        kept = "; what was measured is kept, the same command goes on" if options.command == "compare" else ""
-        sys.stderr.write(f"sparing {options.command}: stopped{kept}\n")
+        if options.command != "compare":
+            raise
+        kept = "" if options.no_cache else "; what was measured is kept, the same command goes on"
+        sys.stderr.write(f"sparing compare: stopped{kept}\n")
         return 130
 
 
@@ -89,6 +91,8 @@ def _compare(options: argparse.Namespace) -> int:
     target = None if options.json is None else Path(options.json)
     if target is not None and not target.absolute().parent.is_dir():
         raise ValueError(f"--json={options.json}: there is no folder {target.absolute().parent}")
+    if target is not None and (target.is_dir() or not os.access(target.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json={options.json} cannot be written")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     console = Console(stderr=True)

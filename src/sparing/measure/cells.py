@@ -30,6 +30,14 @@ class Store:
             return None
         return held["result"] if isinstance(held, dict) and held.get("cell") == json.loads(_plain(cell)) else None
 
+    def prepare(self) -> None:
+        """Make the folder; an error now is better than one after the first result."""
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.W_OK):
+            raise ValueError(f"cache: {self.folder} cannot be written to")
+
     def put(self, cell: Cell, result: Any) -> None:
         """Keep a result: under a temporary name first, so that no half of it is ever found."""
         if self.folder is None:

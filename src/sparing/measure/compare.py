@@ -25,6 +25,7 @@ from sparing.method import Unsupported
 from sparing.method import method as _method
 from sparing.tasks.documents import Documents, default
 from sparing.tasks.subject import Subject, load
+from sparing.transformers.watch import is_approximated
 
 #: Oracles take long, and are yardsticks: the first documents do.
 ORACLE_DOCUMENTS = 2
@@ -69,16 +70,24 @@ def compare(
     for name, number in (("seeds", seeds), ("rounds", rounds), ("jobs", workers)):
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
+    for name, wrong in (("texts", texts), ("methods", methods)):
+        if isinstance(wrong, str):
+            raise ValueError(f"{name}={wrong[:40]!r} must be a list, not one string")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads} must be at least 1")
     subject = _subject(model, tokenizer)
+    if is_approximated(subject.model):
+        raise ValueError("model: it is approximated already, and would be compared with itself; restore it first")
     given = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
-    rows, longer = _rows(subject, given, length, documents)
+    rows, longer, short = _rows(subject, given, length, documents)
     longest = max(len(ids) for ids in rows)
     causal = subject.kind == "language model"
     asked = methods if methods is not None else ladder(longest, causal=causal)
     specs = list(dict.fromkeys(str(_method(spec)) for spec in asked))
     if not specs:
         raise ValueError("methods is empty; name at least one, such as 'multipole(keys=76)'")
-    store, here = Store(cache), machine()
+    store, here = Store(cache), {**machine(), **({} if threads is None else {"threads": threads})}
+    store.prepare()
     of = {
         "model": subject.fingerprint, "tokens": _fingerprint(rows), "versions": [here["torch"], here["sparing"]],
     }  # fmt: skip
@@ -105,7 +114,8 @@ def compare(
         progress(f"{cell['method']}: {cell['what']}", finished, steps)
 
     # Other processes load a model by its name, where it has one.
-    source = model if isinstance(model, str) and (workers > 1 or backend is not None) else subject
+    elsewhere = isinstance(model, str) and (workers > 1 or backend is not None)
+    source = (str(model), subject.fingerprint) if elsewhere else subject
     typical = sorted(rows, key=len)[len(rows) // 2]
     with _evaluating(subject.model):
         found = measured(
@@ -120,7 +130,8 @@ def compare(
     )
     metric = METRICS[subject.kind]
     return Comparison(
-        subject.name, subject.kind, given.name, len(rows), longest, longer, metric, tolerance, seeds, here, table,
+        subject.name, subject.kind, given.name, len(rows), longest, longer, short + given.empty, metric, tolerance,
+        seeds, here, table,
         summary(table, len(rows), longest, tolerance, metric),
     )  # fmt: skip
 
@@ -132,15 +143,23 @@ def _subject(model: Any, tokenizer: Any) -> Subject:
         return load(str(model))
     if tokenizer is None:
         raise ValueError(f"tokenizer: {type(model).__name__} came without one; pass tokenizer=")
-    return Subject(type(model).__name__, model, tokenizer)
+    found = Subject(type(model).__name__, model, tokenizer)
+    # A head that is neither a language model's nor a classifier's: the encoder below it is measured.
+    return found if found.kind != "encoder" else Subject(found.name, model.base_model, tokenizer)
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(name: str) -> Subject:
-    return load(name)
+def _loaded(name: str, fingerprint: str) -> Subject:
+    """For a process that may be used again after the files have changed."""
+    found = load(name)
+    if found.fingerprint != fingerprint:
+        raise ValueError(f"model: {name} has changed while it was measured")
+    return found
 
 
-def _rows(subject: Subject, given: Documents, length: int | None, documents: int | None) -> tuple[list[Tensor], int]:
+def _rows(
+    subject: Subject, given: Documents, length: int | None, documents: int | None
+) -> tuple[list[Tensor], int, int]:
     wanted = 1024 if subject.kind == "language model" else 512
     limit = subject.positions
     if length is not None and length < 2:
@@ -152,18 +171,18 @@ def _rows(subject: Subject, given: Documents, length: int | None, documents: int
     if documents is not None and documents < 1:
         raise ValueError(f"documents={documents} must be at least 1")
     rows, longer = subject.encode(given.texts[: documents or 8], length or min(wanted, limit or wanted))
-    rows = [ids for ids in rows if len(ids) > 1]
-    if not rows:
+    usable = [ids for ids in rows if len(ids) > 1]
+    if not usable:
         raise ValueError("texts: none has two tokens")
-    return rows, longer
+    return usable, longer, len(rows) - len(usable)
 
 
 def _fingerprint(rows: Sequence[Tensor]) -> str:
     return hashlib.sha256(json.dumps([ids.tolist() for ids in rows]).encode()).hexdigest()[:16]
 
 
-def _quality(source: str | Subject, rows: Sequence[Tensor], cell: Cell) -> Any:
-    subject = _loaded(source) if isinstance(source, str) else source
+def _quality(source: tuple[str, str] | Subject, rows: Sequence[Tensor], cell: Cell) -> Any:
+    subject = source if isinstance(source, Subject) else _loaded(*source)
     with _threads(1):
         try:
             return asdict(quality(subject, rows[: cell["documents"]], cell["method"], seed=cell["seed"]))
@@ -181,12 +200,13 @@ def _seconds(subject: Subject, ids: Tensor, threads: int | None, cell: Cell) -> 
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    before = model.training
+    before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(before)
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager

@@ -17,6 +17,14 @@ class Estimate:
     high: float | None
     count: int
 
+    @property
+    def most(self) -> float | None:
+        """How far from zero the interval reaches."""
+        if self.low is None or self.high is None:
+            return None
+        ends = (abs(self.low), abs(self.high))
+        return math.nan if any(map(math.isnan, ends)) else max(ends)
+
 
 def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
     """The mean of independent measurements, one for each document, say.

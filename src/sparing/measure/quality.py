@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ def quality(subject: Subject, rows: Sequence[Tensor], what: str | Method, *, see
         with swapped(subject.model, method, seed=seed) as handle:
             found = subject.run(ids)
             total = handle.statistics().total
-        ends.append(END_OF[subject.kind](exact, found, ids))
+        end = END_OF[subject.kind]
+        ends.append(end(exact, found, _Context(ids, getattr(subject.model.config, "problem_type", None))))
         if subject.kind == "encoder":
             outputs.append((_embedding(exact), _embedding(found)))
         read += [] if total.keys_read is None else [total.keys_read]
@@ -70,6 +71,13 @@ def quality(subject: Subject, rows: Sequence[Tensor], what: str | Method, *, see
         layers=watch.layers(), errors=watch.documents(), keys_read=sum(read) / len(read) if read else None,
         flops=work[0] / work[1] if work[1] else 1.0, ends=tuple(ends), neighbours=_same_neighbours(outputs),
     )  # fmt: skip
+
+
+class _Context(NamedTuple):
+    """Of a document's run."""
+
+    ids: Tensor
+    problem: str | None  #: what a classifier is for
 
 
 class _Watch:
@@ -124,31 +132,32 @@ def _embedding(output: Any) -> Tensor:
     return found
 
 
-def _of_encoder(exact: Any, found: Any, ids: Tensor) -> dict[str, float]:
+def _of_encoder(exact: Any, found: Any, given: _Context) -> dict[str, float]:
     cosine = torch.nn.functional.cosine_similarity(_embedding(exact), _embedding(found), dim=0)
     return {"cosine": float(cosine), "change": 1 - float(cosine)}
 
 
-def _of_language_model(exact: Any, found: Any, ids: Tensor) -> dict[str, float]:
+def _of_language_model(exact: Any, found: Any, given: _Context) -> dict[str, float]:
     """Losses in nats per token; `change`: of the perplexity."""
-    a, b, wanted = exact.logits[0, :-1], found.logits[0, :-1], ids[1:].to(exact.logits.device)
+    a, b, wanted = exact.logits[0, :-1], found.logits[0, :-1], given.ids[1:].to(exact.logits.device)
     losses = [float(torch.nn.functional.cross_entropy(x.float(), wanted)) for x in (a, b)]
     agree = float((a.argmax(-1) == b.argmax(-1)).double().mean())
     change = float(torch.tensor(losses[1] - losses[0]).double().expm1())
     return {"exact_loss": losses[0], "loss": losses[1], "agreement": agree, "change": change}
 
 
-def _of_classifier(exact: Any, found: Any, ids: Tensor) -> dict[str, float]:
+def _of_classifier(exact: Any, found: Any, given: _Context) -> dict[str, float]:
     """`change`: the largest difference of a class's probability, or of the score, if there is one only."""
     a, b = exact.logits[0].double(), found.logits[0].double()
     if len(a) == 1:
         return {"exact_score": float(a), "score": float(b), "change": abs(float(a - b))}
-    change = float((a.softmax(-1) - b.softmax(-1)).abs().max())
+    likely = torch.sigmoid if given.problem == "multi_label_classification" else lambda x: x.softmax(-1)
+    change = float((likely(a) - likely(b)).abs().max())
     same = float(a.argmax() == b.argmax())
     return {"exact_class": float(a.argmax()), "class": float(b.argmax()), "agreement": same, "change": change}
 
 
-#: What is said about a document, by kind of model; `change` is 0 where nothing happened, and grows with the harm.
+#: What is said about a document, by kind of model; `change` is 0 where nothing happened.
 END_OF = {"encoder": _of_encoder, "language model": _of_language_model, "classifier": _of_classifier}
 
 

@@ -47,6 +47,7 @@ class Comparison:
     documents: int
     tokens: int  #: of the longest
     truncated: int  #: documents that were longer than that
+    skipped: int  #: documents without text, or of one token, which were left out
     metric: str  #: what `change` measures
     tolerance: float
     seeds: int
@@ -79,11 +80,12 @@ class Comparison:
             raise ValueError(f"a comparison lacks something, or has too much: {error}") from None
 
 
+_MARGIN = 1.03  # ratios below are as likely noise
 _PARTS = ("substitution", "approximation")
 METRICS = {
     "encoder": "1 - cosine of the embedding",
     "language model": "change of the perplexity",
-    "classifier": "change of a class's probability",
+    "classifier": "change of a class's probability, or of the score",
 }
 
 
@@ -112,12 +114,13 @@ def row_of(spec: str, parts: Sequence[dict[str, Any]], time: dict[str, Any], kin
 
 
 def verdict(spec: str, change: Estimate, time: Seconds, tolerance: float) -> str:
-    """Safe: the upper end of the interval is within the tolerance. Faster: three rounds of four were, end to end."""
+    """Safe: the whole interval is within the tolerance. Faster: the whole model is, in three rounds of four."""
     if _method(spec).oracle:
         return ORACLE
-    if change.high is None or not change.high <= tolerance:
+    if not (change.most is not None and change.most <= tolerance):
         return UNSAFE
-    return FASTER if time.model is not None and time.model.low > 1 else SLOWER
+    faster = time.model is not None and time.model.low > _MARGIN and _method(spec).name != "exact"
+    return FASTER if faster else SLOWER
 
 
 def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
@@ -136,9 +139,14 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
             f"{on}, {best.method} is {best.time.model.median:.2f}x as fast as the exact model here, and {within}: "
             f"{best.change.mean:.2%} on average."
         )
-    safe = [row for row in rows if row.verdict == SLOWER]
+    tried = [row for row in rows if row.verdict in (SLOWER, UNSAFE)]
+    safe = [row for row in tried if row.verdict == SLOWER]
+    if not tried:
+        return f"{on} keep exact attention: nothing that could replace it was measured."
     if safe:
-        return f"{on} keep exact attention: {len(safe)} of {len(rows)} settings stay {within}, but none is faster here."
+        return (
+            f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
+        )
     return f"{on} keep exact attention: no setting stays {within}."
 
 
@@ -155,13 +163,26 @@ def _mean(values: Sequence[float]) -> float:
 
 def _row(held: dict[str, Any]) -> Row:
     numbers = {name: None if held[name] is None else _estimate(held[name]) for name in ("change", "error")}
-    layers = tuple(LayerError(**{**layer, "heads": tuple(layer["heads"])}) for layer in held["layers"])
+    if held["verdict"] not in (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED):
+        raise KeyError(f"verdict {held['verdict']!r}")
+    if held["refused"] is None and None in (held["change"], held["error"]):
+        raise KeyError("change and error")
+    layers = tuple(
+        LayerError(**{**layer, **{x: _number(layer[x]) for x in (*_PARTS, "total")}, "heads": heads})
+        for layer in held["layers"]
+        for heads in [tuple(_number(head) for head in layer["heads"])]
+    )
     time = None if held["time"] is None else _seconds(held["time"])
     return Row(**{**held, **numbers, "layers": layers, "time": time})
 
 
+def _number(held: float | None) -> float:
+    """JSON has no NaN."""
+    return math.nan if held is None else held
+
+
 def _estimate(held: dict[str, Any]) -> Estimate:
-    return Estimate(**{**held, "mean": math.nan if held["mean"] is None else held["mean"]})
+    return Estimate(**{**held, "mean": _number(held["mean"])})
 
 
 def _seconds(held: dict[str, Any]) -> Seconds:

@@ -40,7 +40,7 @@ def methods_table() -> Table:
 def recipe_table(recipe: Recipe) -> Table:
     """What each layer of a recipe runs."""
     table = Table(
-        title=f"for {recipe.architecture or 'any architecture'}; layers that are not named run exact attention",
+        title=f"for {escape(recipe.architecture or 'any architecture')}; layers that are not named run exact attention",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     for column in ("layers", "method", "seed", "when"):

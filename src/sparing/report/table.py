@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -22,9 +24,10 @@ def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
     """Print the summary and the table; with `layers`, the errors of each layer, too."""
     console.print(f"[bold]{escape(found.summary)}[/]", highlight=False)
     cut = f", {found.truncated} of them cut" if found.truncated else ""
+    cut += f", {found.skipped} more left out for having no text or one token" if found.skipped else ""
     console.print(
         f"{found.model} ({found.kind}) on {found.data}: {found.documents} documents of up to {found.tokens} "
-        f"tokens{cut}; {found.machine['cpu']}, {found.machine['threads']} threads",
+        f"tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads",
         markup=False, highlight=False,
     )  # fmt: skip
     console.print(comparison_table(found))
@@ -107,11 +110,13 @@ def _shares(value: Estimate | None) -> tuple[str, str]:
     """The mean and the upper end of its interval, in percent."""
     if value is None:
         return "", ""
-    return _percent(value.mean), "?" if value.high is None else _percent(value.high)
+    return _percent(value.mean), "?" if value.most is None else _percent(value.most)
 
 
 def _percent(value: float) -> str:
     share = 100 * value
+    if math.isnan(share):
+        return "nan"
     return ">1000%" if not share < 1000 else f"{share:.0f}%" if share >= 10 else f"{share:.2f}%"
 
 
@@ -129,9 +134,10 @@ def _error(value: float) -> str:
 
 def _legend(found: Comparison) -> str:
     return (
-        f"Change: {found.metric}, mean over documents; at most: the upper end of its 95 % interval, which must be "
+        f"Change: {found.metric}, mean over documents; at most: how far its 95 % interval reaches, which must be "
         f"within {found.tolerance:.2%} to be safe. Error: relative L2 of the attention output, mean over layers (in "
         "brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: what a query "
-        "reads, and the share of exact attention's work. Attention, model: time of exact SDPA / time of the method, "
-        "above 1 is faster. Oracles: the best possible at their budget, on two documents; they need the exact result."
+        "reads, and the share of exact attention's work. Attention, model: time of exact SDPA / time of the method, on "
+        "a document of median length; above 1 is faster. Oracles: the best possible at their budget, on two documents; "
+        "they need the exact result."
     )

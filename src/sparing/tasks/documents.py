@@ -71,6 +71,8 @@ def _rows(path: str | Path, column: str | None, label: str | None, whole: bool) 
         if whole:
             raise ValueError(f"data: {path} is a table; --whole is for plain text")
         return _columns(str(path), _TABLES[suffix](path), column, label)
+    if suffix == ".json":
+        raise ValueError(f"data: {path} is JSON; write one object on each line and call it .jsonl")
     if column is not None or label is not None:
         asked = f"column {column!r}" if column is not None else f"label column {label!r}"
         raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")

@@ -73,6 +73,7 @@ class Subject:
         return rows, longer
 
 
+_TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")  # how their files begin
 _NOT_IT = ("transformers_version", "sparing", "attn_implementation", "name_or_path")
 
 
@@ -87,6 +88,8 @@ def load(name: str) -> Subject:
         raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
     if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "~", "/"))):
         raise ValueError(f"model: there is no folder {name}; presets are {', '.join(PRESETS)}")
+    if Path(name).is_dir() and not any(found.name.startswith(_TOKENIZERS) for found in Path(name).iterdir()):
+        raise ValueError(f"model: {name} has no tokenizer; save it there, too: tokenizer.save_pretrained(...)")
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         wanted = (config.architectures or [""])[0]
@@ -98,7 +101,7 @@ def load(name: str) -> Subject:
             auto = transformers.AutoModel
         model = auto.from_pretrained(name, dtype=torch.float32).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever is wrong with the files
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"model: {name} cannot be loaded: {first}") from None
     return Subject(Path(name).name, model, tokenizer)

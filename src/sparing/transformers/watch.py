@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from sparing.method import Method, Projection
+from sparing.transformers.slot import slot_of
 
 if TYPE_CHECKING:
     from sparing.transformers.handle import Handle
@@ -28,6 +29,12 @@ class Seen(NamedTuple):
     def projected(self) -> Tensor:
         """The values that every method takes."""
         return self.value.project(self.key.shape[1]) if isinstance(self.value, Projection) else self.value
+
+
+def is_approximated(model: nn.Module) -> bool:
+    """Whether a layer runs a method now."""
+    slots = [slot for module in model.modules() if (slot := slot_of(module)) is not None]
+    return any(slot.serving and slot.choice is not None and not slot.choice.exact for slot in slots)
 
 
 def swapped(model: nn.Module, what: str | Method, *, seed: int = 0) -> Handle:
