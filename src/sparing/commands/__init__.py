@@ -1,0 +1,1 @@
+"""The sub-commands of `sparing`, a file each: `add` declares its options, `run` does the work."""

@@ -1,0 +1,89 @@
+"""`sparing bench`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Declare the options."""
+    parser = commands.add_parser(
+        "bench", help="time and memory of every method over the length, against SDPA and public implementations"
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--methods", help="comma-separated specs, such as 'window(size=256),yoso'; default: those with targets"
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", metavar="N", help="tokens; default: the powers of two from 512 to 65536"
+    )
+    parser.add_argument("--heads", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--width", type=int, default=64, help="entries of a head (default: 64)")
+    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--threads", type=int, help="default: those of torch, one per core")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0,
+        help="leave out what takes longer than this for two calls at one length (default: 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backward", action=argparse.BooleanOptionalAction, default=True, help="time gradients too (default: yes)"
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="race installed public implementations too: pip install 'sparing[peers]'"
+    )
+    parser.add_argument("--out", default="out", help="folder for bench.json and bench.png (default: out)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Race, print, write."""
+    import torch
+
+    from sparing.measure.bench import METHODS, bench
+    from sparing.measure.results import Settings
+    from sparing.spec import split_specs
+
+    try:
+        from rich.console import Console
+        from rich.progress import Progress, TimeElapsedColumn
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[bench]'") from None
+    from sparing.report.bench import show
+    from sparing.report.bench_files import check_folder, write_json, write_plot
+
+    settings = Settings(
+        methods=METHODS if options.methods is None else tuple(split_specs(options.methods)),
+        heads=options.heads, width=options.width, batch=options.batch, seconds=options.seconds,
+        threads=torch.get_num_threads() if options.threads is None else options.threads,
+        backward=options.backward, peers=options.peers,
+        **({"lengths": _numbers(options.lengths)} if options.lengths else {}),
+    )  # fmt: skip
+    folder = Path(options.out)
+    check_folder(folder)
+    console = Console(stderr=True)
+    with Progress(*Progress.get_default_columns()[:3], TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting")
+        result = bench(
+            settings, progress=lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps)
+        )
+    show(result)
+    write_json(result, folder / "bench.json")
+    written = [folder / "bench.json"]
+    try:
+        write_plot(result, folder / "bench.png")
+        written.append(folder / "bench.png")
+    except ModuleNotFoundError as error:
+        console.print(f"no plot: {error}", markup=False)
+    console.print(f"wrote {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _numbers(words: Sequence[str]) -> tuple[int, ...]:
+    """The integers of words such as "512,1024" and "4096"."""
+    parts = [part for word in words for part in word.split(",") if part]
+    try:
+        return tuple(int(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"--lengths={' '.join(words)!r} must be whole numbers, such as 512 1024 4096") from None

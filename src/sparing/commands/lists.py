@@ -1,0 +1,56 @@
+"""`sparing methods`, `sparing show` and `sparing report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sparing.commands.shared import console_of
+
+
+def add(commands: Any) -> None:
+    """Declare the options of all three."""
+    commands.add_parser("methods", help="what each method is, and what it can do").set_defaults(run=_methods)
+    show = commands.add_parser("show", help="what a recipe says about the layers of a model")
+    show.set_defaults(run=_show)
+    show.add_argument("recipe", help="a JSON file, as sparing.Recipe saves it")
+    report = commands.add_parser("report", help="a comparison that compare --json wrote, once more")
+    report.set_defaults(run=_report)
+    report.add_argument("result", help="the JSON file")
+    report.add_argument("--layers", action="store_true", help="errors layer by layer too")
+
+
+def _methods(options: argparse.Namespace) -> int:
+    console = console_of()
+    from sparing.report.lists import methods_table
+
+    console.print(methods_table())
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    console = console_of()
+    from sparing.report.lists import recipe_table
+    from sparing.transformers import Recipe
+
+    recipe = Recipe.load(options.recipe)
+    console.print(recipe_table(recipe))
+    for name, value in recipe.about.items():
+        console.print(f"{name}: {value}", markup=False, highlight=False)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    console = console_of()
+    from sparing.measure.verdict import Comparison
+    from sparing.report.table import show
+
+    try:
+        found = Comparison.from_json(Path(options.result).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {options.result}") from None
+    except ValueError as error:
+        raise ValueError(f"{options.result}: {error}") from None
+    show(found, layers=options.layers, console=console)
+    return 0
