@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparing.attention import attention, inspect
+from sparing.measure.ends import END_OF, Digest, digest, embedding
 from sparing.measure.error import rank_correlation
 from sparing.method import Method
 from sparing.method import method as _method
@@ -38,7 +39,7 @@ class Quality:
     errors: tuple[float, ...]  #: total error of each document, mean over layers
     keys_read: float | None  #: by a query, on average
     flops: float  #: share of exact attention's
-    ends: tuple[dict[str, float], ...]  #: what happened to the model's output, for each document; see `END_OF`
+    ends: tuple[dict[str, float], ...]  #: what happened to the model's output, for each document; see `ends.END_OF`
     neighbours: float | None = None  #: encoders: documents whose nearest other document is the same
 
 
@@ -51,33 +52,24 @@ def quality(subject: Subject, rows: Sequence[Tensor], what: str | Method, *, see
     method = _method(what)
     watch = _Watch(method)
     ends: list[dict[str, float]] = []
-    outputs: list[tuple[Tensor, Tensor]] = []
+    outputs: list[tuple[Digest, Digest]] = []
     read: list[float] = []
     work = [0.0, 0.0]
     for ids in rows:
         with rehearse(subject.model, method, watch, seed=seed):
-            exact = subject.run(ids)
+            exact = digest(subject, ids, subject.run(ids))
         watch.next()
         with swapped(subject.model, method, seed=seed) as handle:
-            found = subject.run(ids)
+            found = digest(subject, ids, subject.run(ids))
             total = handle.statistics().total
-        end = END_OF[subject.kind]
-        ends.append(end(exact, found, _Context(ids, getattr(subject.model.config, "problem_type", None))))
-        if subject.kind == "encoder":
-            outputs.append((_embedding(exact), _embedding(found)))
+        ends.append(END_OF[subject.kind](exact, found))
+        outputs.append((exact, found))
         read += [] if total.keys_read is None else [total.keys_read]
         work = [work[0] + total.tally.flops, work[1] + total.tally.exact_flops]
     return Quality(
         layers=watch.layers(), errors=watch.documents(), keys_read=sum(read) / len(read) if read else None,
         flops=work[0] / work[1] if work[1] else 1.0, ends=tuple(ends), neighbours=_same_neighbours(outputs),
     )  # fmt: skip
-
-
-class _Context(NamedTuple):
-    """Of a document's run."""
-
-    ids: Tensor
-    problem: str | None  #: what a classifier is for
 
 
 class _Watch:
@@ -127,46 +119,12 @@ class _Watch:
         return tuple(self.totals)
 
 
-def _embedding(output: Any) -> Tensor:
-    found: Tensor = output.last_hidden_state[0].double().mean(0)
-    return found
-
-
-def _of_encoder(exact: Any, found: Any, given: _Context) -> dict[str, float]:
-    cosine = torch.nn.functional.cosine_similarity(_embedding(exact), _embedding(found), dim=0)
-    return {"cosine": float(cosine), "change": 1 - float(cosine)}
-
-
-def _of_language_model(exact: Any, found: Any, given: _Context) -> dict[str, float]:
-    """Losses in nats per token; `change`: of the perplexity."""
-    a, b, wanted = exact.logits[0, :-1], found.logits[0, :-1], given.ids[1:].to(exact.logits.device)
-    losses = [float(torch.nn.functional.cross_entropy(x.float(), wanted)) for x in (a, b)]
-    agree = float((a.argmax(-1) == b.argmax(-1)).double().mean())
-    change = float(torch.tensor(losses[1] - losses[0]).double().expm1())
-    return {"exact_loss": losses[0], "loss": losses[1], "agreement": agree, "change": change}
-
-
-def _of_classifier(exact: Any, found: Any, given: _Context) -> dict[str, float]:
-    """`change`: the largest difference of a class's probability, or of the score, if there is one only."""
-    a, b = exact.logits[0].double(), found.logits[0].double()
-    if len(a) == 1:
-        return {"exact_score": float(a), "score": float(b), "change": abs(float(a - b))}
-    likely = torch.sigmoid if given.problem == "multi_label_classification" else lambda x: x.softmax(-1)
-    change = float((likely(a) - likely(b)).abs().max())
-    same = float(a.argmax() == b.argmax())
-    return {"exact_class": float(a.argmax()), "class": float(b.argmax()), "agreement": same, "change": change}
-
-
-#: What is said about a document, by kind of model; `change` is 0 where nothing happened.
-END_OF = {"encoder": _of_encoder, "language model": _of_language_model, "classifier": _of_classifier}
-
-
-def _same_neighbours(outputs: list[tuple[Tensor, Tensor]]) -> float | None:
+def _same_neighbours(outputs: list[tuple[Digest, Digest]]) -> float | None:
     """The share of documents whose nearest other document, by the cosine, is the one that it was."""
-    if len(outputs) < 3:
+    if len(outputs) < 3 or "embedding" not in outputs[0][0]:
         return None
     nearest = []
     for side in zip(*outputs, strict=True):
-        rows = torch.nn.functional.normalize(torch.stack(side), dim=-1)
+        rows = torch.nn.functional.normalize(torch.stack([embedding(kept) for kept in side]), dim=-1)
         nearest.append((rows @ rows.mT).fill_diagonal_(-torch.inf).argmax(-1))
     return float((nearest[0] == nearest[1]).double().mean())
