@@ -10,7 +10,8 @@ from rich.console import Console
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 import sparing
-from sparing.measure import compare as module
+from sparing.measure import prepare as module
+from sparing.measure import sweep
 from sparing.measure.compare import compare
 from sparing.measure.error import error_split
 from sparing.measure.estimate import Estimate
@@ -133,13 +134,14 @@ def test_the_end_of_a_classifier():
         assert end["change"] > 0
 
 
-def run(one, **options):
+def run(one, texts=TEXTS, **options):
     given = {
         "methods": ["window(size=4)", "window(size=1000)", "top_keys(keys=4)", "yoso(hashes=4)"],
         "rounds": 1,
         "jobs": 1,
+        "lengths": False,
     }
-    return compare(one, TEXTS, length=60, **{**given, **options})
+    return compare(one, texts, **{"length": 60, **given, **options})
 
 
 def test_a_comparison_of_a_small_model():
@@ -195,7 +197,7 @@ def numbers(found):
         {
             name: value
             for name, value in record.items()
-            if name not in ("attention_speed", "model_speed", "bytes", "verdict")
+            if not name.endswith(("_speed", "bytes")) and name not in ("verdict", "crossover")
         }
         for record in found.records()
     ]
@@ -210,7 +212,7 @@ def test_a_run_that_was_stopped_gives_the_same_and_repeats_nothing(tmp_path, mon
             raise KeyboardInterrupt
         return quality(*args, **options)
 
-    monkeypatch.setattr(module, "quality", counted)
+    monkeypatch.setattr(sweep, "quality", counted)
     with pytest.raises(KeyboardInterrupt):
         run(one, cache=tmp_path)
     again = run(one, cache=tmp_path)
@@ -241,7 +243,7 @@ def test_a_model_in_training_is_measured_without_dropout_and_given_back():
     wanted = numbers(run(one))
     model = one.model.train()
     assert (
-        numbers(compare(model, TEXTS, tokenizer=Bytes(), methods=["window(size=4)"], length=60, rounds=1, jobs=1))
+        numbers(run(model, tokenizer=Bytes(), methods=["window(size=4)"]))
         == wanted[:1]
     )
     assert model.training
@@ -298,11 +300,11 @@ def test_a_process_that_is_used_again_loads_what_has_changed(monkeypatch):
     files = [first, second, first]
     monkeypatch.setattr(module, "load", lambda name: files.pop(0))
     module._loaded.cache_clear()
-    assert module._loaded("x", first.fingerprint) is first
-    assert module._loaded("x", first.fingerprint) is first
-    assert module._loaded("x", second.fingerprint) is second
+    assert module.fetched(("x", None, first.fingerprint)) is first
+    assert module.fetched(("x", None, first.fingerprint)) is first
+    assert module.fetched(("x", None, second.fingerprint)) is second
     with pytest.raises(ValueError, match="x has changed while it was measured"):
-        module._loaded("x", "another")
+        module.fetched(("x", None, "another"))
     module._loaded.cache_clear()
 
 
@@ -322,7 +324,7 @@ def test_a_head_that_has_no_end_leaves_the_encoder():
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**TOKENS, **SMALL)).eval()
     model.bert.embeddings.train()
-    found = compare(model, [*TEXTS, "x"], tokenizer=Bytes(), methods=["window(size=4)"], length=60, rounds=1, jobs=1)
+    found = run(model, [*TEXTS, "x"], tokenizer=Bytes(), methods=["window(size=4)"])
     assert found.kind == "encoder"
     assert (found.documents, found.skipped) == (5, 1)
     assert model.bert.embeddings.training
@@ -377,7 +379,7 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        compare(subject(), TEXTS, **{"jobs": 1, **options})
+        compare(subject(), TEXTS, **{"jobs": 1, "lengths": False, **options})
 
 
 def test_models_and_texts_that_cannot_be_used(tmp_path):

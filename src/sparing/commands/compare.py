@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 from typing import Any
 
-from sparing.commands.shared import cache_folder, console_of
+from sparing.commands.shared import cache_of, console_of, documents_of, needs_cli, progress_bar, targets_of, write_files
+
+BACKENDS = ("loky", "dask", "ray")
 
 
 def add(commands: Any) -> None:
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
         "Python's help topics",
     )  # fmt: skip
     parser.add_argument("--column", help="of the text, in tables (default: text)")
+    parser.add_argument("--label", metavar="COLUMN", help="of labels, in tables: adds scores against them")
     parser.add_argument("--whole", action="store_true", help="a plain text file is one document")
     parser.add_argument(
         "--methods",
@@ -37,10 +38,34 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="of the change at the end of the model (default: 0.01)"
     )
+    parser.add_argument(
+        "--metric",
+        help="what the change is. Encoders: cosine, neighbours, accuracy; language models: perplexity, agreement; "
+        "classifiers: probability, agreement, accuracy, f1, spearman; default: the first",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of the timings (default: 5)")
+    parser.add_argument(
+        "--batch", type=int, help="documents in a padded batch whose time is taken, too; default: 4, language models 1"
+    )
+    parser.add_argument(
+        "--lengths", action=argparse.BooleanOptionalAction, default=True,
+        help="race attention calls at growing lengths, for the crossover (default: yes)",
+    )  # fmt: skip
+    parser.add_argument("--head", metavar="LAYER.HEAD", help="to draw in the page beside the most fragile heads")
+    parser.add_argument(
+        "--extend-positions", action="store_true", help="repeat learned positions where --length is more than they are"
+    )
     parser.add_argument("--jobs", type=int, help="processes that measure errors; default: one for each core")
     parser.add_argument("--layers", action="store_true", help="errors layer by layer too, and how good error bars are")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="loky",
+        help="who measures errors: processes of this machine (loky), or a Dask or Ray cluster (default: loky)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cluster", metavar="ADDRESS", help="of the Dask scheduler or Ray head; default: workers on this machine"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything there")
+    parser.add_argument("--html", metavar="FILE", help="write a page to read, which needs no network")
     parser.add_argument(
         "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
     )
@@ -50,40 +75,30 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, print, write."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough, and processes inherit this
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
-        from transformers.utils import logging
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
-    from sparing.measure.cells import write_whole
+    with needs_cli():
+        from sparing.report.table import show
+    from sparing.measure.cluster import cluster
     from sparing.measure.compare import compare
-    from sparing.report.table import show
     from sparing.spec import split_specs
-    from sparing.tasks import documents
 
     specs = None if options.methods is None else split_specs(options.methods)
-    texts = documents.read(options.data, column=options.column, whole=options.whole) if options.data else None
-    target = None if options.json is None else Path(options.json)
-    if target is not None and not target.absolute().parent.is_dir():
-        raise ValueError(f"--json={options.json}: there is no folder {target.absolute().parent}")
-    if target is not None and (target.is_dir() or not os.access(target.absolute().parent, os.W_OK)):
-        raise ValueError(f"--json={options.json} cannot be written")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    console = Console(stderr=True)
-    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading the model", total=None)
+    texts = documents_of(options)
+    head = None if options.head is None else _head(options.head)
+    targets = targets_of(options, ("json", "html"))
+    with progress_bar() as progress, cluster(options.backend, options.cluster, options.jobs) as backend:
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
-            seeds=options.seeds, tolerance=options.tolerance, rounds=options.rounds, jobs=options.jobs,
-            cache=None if options.no_cache else options.cache or cache_folder(),
-            progress=lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps),
+            seeds=options.seeds, tolerance=options.tolerance, metric=options.metric, rounds=options.rounds,
+            batch=options.batch, lengths=options.lengths, head=head, extend_positions=options.extend_positions,
+            jobs=options.jobs, backend=backend, cache=cache_of(options), progress=progress,
         )  # fmt: skip
     show(found, layers=options.layers, console=console_of())
-    if target is not None:
-        write_whole(target, found.to_json())
-        console.print(f"wrote {target}", markup=False, soft_wrap=True)
+    write_files(found, targets)
     return 0
+
+
+def _head(text: str) -> tuple[int, int]:
+    layer, dot, head = text.partition(".")
+    if not dot or not layer.isdecimal() or not head.isdecimal():
+        raise ValueError(f"--head={text!r} must be a layer and a head, counted from 0, such as 3.7")
+    return int(layer), int(head)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sparing.commands.shared import console_of
+from sparing.commands.shared import console_of, targets_of, write_files
 
 
 def add(commands: Any) -> None:
@@ -19,6 +19,7 @@ def add(commands: Any) -> None:
     report.set_defaults(run=_report)
     report.add_argument("result", help="the JSON file")
     report.add_argument("--layers", action="store_true", help="errors layer by layer too")
+    report.add_argument("--html", metavar="FILE", help="write a page to read, which needs no network")
 
 
 def _methods(options: argparse.Namespace) -> int:
@@ -52,5 +53,7 @@ def _report(options: argparse.Namespace) -> int:
         raise ValueError(f"there is no file {options.result}") from None
     except ValueError as error:
         raise ValueError(f"{options.result}: {error}") from None
+    targets = targets_of(options, ("html",))
     show(found, layers=options.layers, console=console)
+    write_files(found, targets)
     return 0

@@ -2,21 +2,99 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparing.measure.verdict import Comparison
+    from sparing.tasks.documents import Documents
+
+
+@contextmanager
+def needs_cli() -> Iterator[None]:
+    """Around imports that the extra installs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
 
 
 def console_of() -> Any:
     """At least 100 columns wide: a number that is cut off is worse than a line that wraps."""
-    try:
+    with needs_cli():
         from rich.console import Console
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("rich is missing; run: pip install 'sparing[cli]'") from None
     return Console(width=max(100, Console().width))
 
 
-def cache_folder() -> Path:
-    """Where measurements are kept unless the user says otherwise."""
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar with the time left on standard error, where that is a terminal; nothing of transformers beside it."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # processes inherit this
+    with needs_cli():
+        from rich.console import Console
+        from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+        from transformers.utils import logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading the model", total=None)
+        yield lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps)
+
+
+def documents_of(options: argparse.Namespace) -> Documents | None:
+    """What --data names; None for the usual texts."""
+    from sparing.tasks import documents
+
+    if options.data:
+        label = getattr(options, "label", None)
+        return documents.read(options.data, column=options.column, label=label, whole=options.whole)
+    for name in ("column", "label", "whole"):
+        if getattr(options, name, None):
+            raise ValueError(f"--{name} belongs to files: name one with --data")
+    return None
+
+
+def targets_of(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Path]:
+    """The files that options of these names ask for; an error now is better than one after the work."""
+    given = {name: getattr(options, name) for name in names}
+    return {name: _target(f"--{name}", path) for name, path in given.items() if path is not None}
+
+
+def _target(option: str, path: str) -> Path:
+    target = Path(path)
+    folder = target.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option}={path}: there is no folder {folder}")
+    if target.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option}={path} cannot be written")
+    return target
+
+
+def write_files(found: Comparison, targets: dict[str, Path]) -> None:
+    """A comparison as JSON or as a page, whole or not at all; says what was written."""
+    from rich.console import Console
+
+    from sparing.measure.cells import write_whole
+
+    for name, target in targets.items():
+        if name == "html":
+            from sparing.report.page import page
+
+            write_whole(target, page(found))
+        else:
+            write_whole(target, found.to_json())
+        Console(stderr=True).print(f"wrote {target}", markup=False, soft_wrap=True)
+
+
+def cache_of(options: argparse.Namespace) -> Path | None:
+    """Where measurements are kept: as the user says, or in the user's cache."""
+    if options.no_cache:
+        return None
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "sparing" / "compare"
+    return Path(options.cache) if options.cache else (Path(home) if home else Path.home() / ".cache") / "sparing"

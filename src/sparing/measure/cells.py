@@ -109,7 +109,8 @@ def _results(
         return
     from joblib import Parallel, delayed, parallel_config
 
-    with parallel_config(backend=backend or "loky", n_jobs=jobs):
+    # A cluster has as many workers as it has.
+    with parallel_config(backend=backend or "loky", n_jobs=-1 if backend in ("dask", "ray") else jobs):
         yield from Parallel(return_as="generator_unordered")(
             delayed(_numbered)(number, work, cell) for number, cell in zip(numbers, cells, strict=True)
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,23 @@ def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
         return Estimate(mean, None, None, len(values))
     half = student((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half, len(values))
+
+
+def jackknife(statistic: Callable[[Sequence[T]], float], items: Sequence[T]) -> Estimate:
+    """A statistic of all items, with the interval that leaving out one at a time gives; for a mean that of `estimate`.
+
+    >>> jackknife(lambda some: sum(some) / len(some), [1.0, 2.0, 3.0]).high
+    4.484...
+    """
+    whole, count = statistic(items), len(items)
+    if count < 2:
+        return Estimate(whole, None, None, count)
+    parts = [statistic([*items[:i], *items[i + 1 :]]) for i in range(count)]
+    pseudo = estimate([count * whole - (count - 1) * part for part in parts])
+    if pseudo.low is None or pseudo.high is None:
+        return Estimate(whole, None, None, count)
+    half = (pseudo.high - pseudo.low) / 2
+    return Estimate(whole, whole - half, whole + half, count)
 
 
 def student(probability: float, freedom: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +28,20 @@ class Seconds:
     exact_model: float  #: seconds of the exact model
     bytes: int | None
     exact_bytes: int | None
+    batched: Interval | None = None  #: as `model`, for a batch of documents that are padded to one length
 
 
 @torch.no_grad()
-def seconds(subject: Subject, ids: Tensor, what: str | Method, *, seed: int = 0, rounds: int = 5) -> Seconds:
-    """Of one document [n], unpadded. Both sides run in turn, so that they meet the same noise."""
+def seconds(
+    subject: Subject,
+    ids: Tensor,
+    what: str | Method,
+    *,
+    seed: int = 0,
+    rounds: int = 5,
+    batch: Sequence[Tensor] = (),
+) -> Seconds:
+    """Of one document [n], unpadded, and of a batch, if there is one. Both sides run in turn."""
     method = _method(what)
     if method.oracle:
         return Seconds(None, None, _alone(lambda: subject.run(ids)), None, None)
@@ -40,20 +49,39 @@ def seconds(subject: Subject, ids: Tensor, what: str | Method, *, seed: int = 0,
     with rehearse(subject.model, method, seen.append, seed=seed):
         subject.run(ids)
     found = None if not seen else _call_ratio(seen[len(seen) // 2], method, 2 * rounds)
+    slow, fast = _in_turn(subject, lambda: subject.run(ids), method, seed, rounds)
+    exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
+    with swapped(subject.model, method, seed=seed):
+        taken = peak_extra_bytes(lambda: subject.run(ids))
+    batched = None
+    if batch:
+        batched = _ratios(*_in_turn(subject, lambda: subject.run_batch(batch), method, seed, min(rounds, 3)))
+    return Seconds(found, _ratios(slow, fast), interval(slow).median, taken, exact_bytes, batched)
+
+
+def _in_turn(
+    subject: Subject, run: Callable[[], object], method: Method, seed: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of the exact model and of the approximated one, round by round, in alternating order."""
+
+    def approximated() -> float:
+        with swapped(subject.model, method, seed=seed):
+            return _alone(run)
+
     slow: list[float] = []
     fast: list[float] = []
     for number in range(rounds + 1):
         sides: list[Callable[[], None]] = [
-            lambda: slow.append(_alone(lambda: subject.run(ids))),
-            lambda: fast.append(_swapped(subject, ids, method, seed)),
+            lambda: slow.append(_alone(run)),
+            lambda: fast.append(approximated()),
         ]
         for side in sides if number % 2 else reversed(sides):
             side()
-    exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
-    with swapped(subject.model, method, seed=seed):
-        taken = peak_extra_bytes(lambda: subject.run(ids))
-    ratios = interval([a / b for a, b in zip(slow[1:], fast[1:], strict=True)])  # the first round warms up
-    return Seconds(found, ratios, interval(slow[1:]).median, taken, exact_bytes)
+    return slow[1:], fast[1:]  # the first round warms up
+
+
+def _ratios(slow: Sequence[float], fast: Sequence[float]) -> Interval:
+    return interval([a / b for a, b in zip(slow, fast, strict=True)])
 
 
 def _call_ratio(seen: Seen, method: Method, rounds: int) -> Interval:
@@ -80,8 +108,3 @@ def _alone(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _swapped(subject: Subject, ids: Tensor, method: Method, seed: int) -> float:
-    with swapped(subject.model, method, seed=seed):
-        return _alone(lambda: subject.run(ids))

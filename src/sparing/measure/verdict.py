@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparing.measure.crossover import MARGIN, Point, crossover
 from sparing.measure.estimate import Estimate, estimate
+from sparing.measure.maps import Map
+from sparing.measure.metrics import End, Metric, scores
 from sparing.measure.quality import LayerError
 from sparing.measure.seconds import Seconds
 from sparing.measure.timing import Interval
@@ -35,6 +38,8 @@ class Row:
     keys_read: float | None = None
     flops: float | None = None  #: share of exact attention's
     time: Seconds | None = None
+    points: tuple[Point, ...] = ()  #: speed of the attention call over the length
+    crossover: int | None = None  #: tokens from which on the call is faster; None: at none of the lengths of `points`
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,11 @@ class Comparison:
     tolerance: float
     seeds: int
     machine: dict[str, Any]
+    batch: int  #: documents in the batches whose time was taken; 1: none
+    padding: float  #: share of padding in them
     rows: tuple[Row, ...]
     summary: str
+    maps: tuple[Map, ...] = ()  #: where the most fragile heads look
 
     def records(self) -> list[dict[str, Any]]:
         """A flat dictionary for each row, as `pandas.DataFrame` takes them."""
@@ -75,42 +83,82 @@ class Comparison:
         if held.pop("format") != FORMAT:
             raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}")
         try:
-            return cls(**{**held, "rows": tuple(_row(row) for row in held["rows"])})
+            maps = tuple(Map(**each) for each in held["maps"])
+            return cls(**{**held, "rows": tuple(_row(row) for row in held["rows"]), "maps": maps})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a comparison lacks something, or has too much: {error}") from None
 
 
-_MARGIN = 1.03  # ratios below are as likely noise
 _PARTS = ("substitution", "approximation")
-METRICS = {
-    "encoder": "1 - cosine of the embedding",
-    "language model": "change of the perplexity",
-    "classifier": "change of a class's probability, or of the score",
-}
+_RATIOS = ("attention", "model", "batched")
 
 
-def row_of(spec: str, parts: Sequence[dict[str, Any]], time: dict[str, Any], kind: str, tolerance: float) -> Row:
+def row_of(
+    spec: str,
+    parts: Sequence[dict[str, Any]],
+    time: dict[str, Any],
+    kind: str,
+    tolerance: float,
+    metric: Metric,
+    labels: Sequence[float] | None = None,
+    points: tuple[Point, ...] = (),
+) -> Row:
     """One row from what was measured: a `Quality` of each seed, and `Seconds`, as dictionaries."""
     if (refused := next((part["refused"] for part in parts if "refused" in part), None)) is not None:
         return Row(spec, REFUSED, refused)
-    by_document = list(zip(*(part["ends"] for part in parts), strict=True))  # seeds of each
-    changes = [_mean([end["change"] for end in seeds]) for seeds in by_document]
+    by_seed = [labelled(part["ends"], labels) for part in parts]
+    if not all(metric.fits(ends) for ends in by_seed):
+        raise ValueError(
+            f"metric={metric.name!r} needs {' and '.join(metric.needs)} of each document, which this model and these "
+            "documents do not have; name another, or the column of labels: --label"
+        )
     errors = [_mean(seeds) for seeds in zip(*(part["errors"] for part in parts), strict=True)]
     layers = tuple(_layer(same) for same in zip(*(part["layers"] for part in parts), strict=True))
-    ends = [end for part in parts for end in part["ends"]]
-    end = {name: _mean([each[name] for each in ends]) for name in ends[0] if name != "change"}
+    end = _ends(kind, by_seed)
     if parts[0]["neighbours"] is not None:
         end["neighbours"] = _mean([part["neighbours"] for part in parts])
     taken = _seconds(time)
-    change = estimate(changes)
+    change = _change(metric, by_seed)
     substitution, approximation = (
         _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
     )
     return Row(
         spec, verdict(spec, change, taken, tolerance), change=change, error=estimate(errors), substitution=substitution,
         approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"],
-        flops=_mean([part["flops"] for part in parts]), time=taken,
+        flops=_mean([part["flops"] for part in parts]), time=taken, points=points, crossover=crossover(points),
     )  # fmt: skip
+
+
+def labelled(ends: Sequence[End], labels: Sequence[float] | None) -> list[End]:
+    """What is known about each document, with its label and that of its nearest document."""
+    if labels is None:
+        return list(ends)
+    found = [{**end, "label": label} for end, label in zip(ends, labels, strict=False)]
+    for end in found:
+        for which in ("exact_", ""):
+            if f"{which}neighbour" in end:
+                end[f"{which}neighbour_label"] = labels[int(end[f"{which}neighbour"])]
+    return found
+
+
+def _change(metric: Metric, by_seed: Sequence[list[End]]) -> Estimate:
+    """Over documents: the mean of the seeds of each, or of the seeds' scores."""
+    if metric.each is not None:
+        return estimate([_mean([metric.each(end) for end in same]) for same in zip(*by_seed, strict=True)])
+    found = [metric.change(ends) for ends in by_seed]
+    if any(each.low is None for each in found):
+        return found[0]
+    mean, low, high = (_mean([getattr(each, name) for each in found]) for name in ("mean", "low", "high"))
+    return Estimate(mean, low, high, found[0].count)
+
+
+def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
+    """Means over documents and seeds, and scores against the labels."""
+    ends = [end for some in by_seed for end in some]
+    hidden = ("change", "label", "neighbour", "exact_neighbour", "neighbour_label", "exact_neighbour_label")
+    found = {name: _mean([end[name] for end in ends]) for name in ends[0] if name not in hidden}
+    against = [scores(kind, some) for some in by_seed]
+    return found | {name: _mean([one[name] for one in against]) for name in against[0]}
 
 
 def verdict(spec: str, change: Estimate, time: Seconds, tolerance: float) -> str:
@@ -119,7 +167,7 @@ def verdict(spec: str, change: Estimate, time: Seconds, tolerance: float) -> str
         return ORACLE
     if not (change.most is not None and change.most <= tolerance):
         return UNSAFE
-    faster = time.model is not None and time.model.low > _MARGIN and _method(spec).name != "exact"
+    faster = time.model is not None and time.model.low > MARGIN and _method(spec).name != "exact"
     return FASTER if faster else SLOWER
 
 
@@ -146,8 +194,33 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     if safe:
         return (
             f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
+            + _later(safe, tokens)
         )
     return f"{on} keep exact attention: no setting stays {within}."
+
+
+def _later(safe: Sequence[Row], tokens: int) -> str:
+    """Where the attention call of a safe setting begins to pay, if that is beyond these documents."""
+    pays = [row for row in safe if row.crossover is not None and row.crossover > tokens]
+    if not pays:
+        return ""
+    best = min(pays, key=lambda row: row.crossover or 0)
+    assert best.change is not None
+    assert best.crossover is not None
+    return (
+        f" From about {rounded(best.crossover)} tokens the attention of {best.method} is faster than exact attention "
+        f"on this machine (its change here: {best.change.mean:.2%})."
+    )
+
+
+def rounded(tokens: int) -> str:
+    """Two digits are all that a crossover is good for.
+
+    >>> rounded(2874)
+    '2,900'
+    """
+    digits = max(len(str(tokens)) - 2, 0)
+    return f"{round(tokens, -digits):,}"
 
 
 def _layer(same: Sequence[dict[str, Any]]) -> LayerError:
@@ -173,7 +246,8 @@ def _row(held: dict[str, Any]) -> Row:
         for heads in [tuple(_number(head) for head in layer["heads"])]
     )
     time = None if held["time"] is None else _seconds(held["time"])
-    return Row(**{**held, **numbers, "layers": layers, "time": time})
+    points = tuple(Point(each["length"], Interval(*each["ratio"])) for each in held["points"])
+    return Row(**{**held, **numbers, "layers": layers, "time": time, "points": points})
 
 
 def _number(held: float | None) -> float:
@@ -186,7 +260,7 @@ def _estimate(held: dict[str, Any]) -> Estimate:
 
 
 def _seconds(held: dict[str, Any]) -> Seconds:
-    ratios = {name: None if held[name] is None else Interval(*held[name]) for name in ("attention", "model")}
+    ratios = {name: None if held[name] is None else Interval(*held[name]) for name in _RATIOS}
     return Seconds(**{**held, **ratios})
 
 
@@ -207,8 +281,9 @@ def _flat(row: Row) -> dict[str, Any]:
     for name in (*_PARTS, "keys_read", "flops"):
         found[name] = getattr(row, name)
     found |= row.end or {}
-    time = row.time
-    found["attention_speed"] = time.attention.median if time and time.attention else None
-    found["model_speed"] = time.model.median if time and time.model else None
-    found["bytes"] = time.bytes if time else None
+    for name in _RATIOS:
+        ratio: Interval | None = getattr(row.time, name, None)
+        found[f"{name}_speed"] = ratio and ratio.median
+    found["bytes"], found["exact_bytes"] = getattr(row.time, "bytes", None), getattr(row.time, "exact_bytes", None)
+    found["crossover"] = row.crossover
     return found

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparing.measure.estimate import Estimate
+from sparing.measure.seconds import Seconds
 from sparing.measure.timing import Interval
-from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
+from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
 
 _WORDS = {
     FASTER: "[bold green]safe, faster[/]", SLOWER: "[green]safe, slower[/]", UNSAFE: "[red]not safe[/]",
@@ -41,8 +42,8 @@ def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
 def comparison_table(found: Comparison) -> Table:
     """The table that `sparing compare` prints."""
     table = _table(caption=_legend(found))
-    table.add_column("method", overflow="fold", max_width=38)
-    for name in ("change", "at most", "error", "keys", "FLOPs", "attention", "model"):
+    table.add_column("method", overflow="fold", max_width=30)
+    for name in ("change", "at most", "error", "keys", "FLOPs", "call", "model", "memory", "from"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in found.rows:
@@ -95,7 +96,7 @@ def _worst_head(row: Row) -> str:
 
 def _numbers(row: Row) -> list[str]:
     if row.refused is not None:
-        return [""] * 7
+        return [""] * 9
     assert row.error is not None
     time = row.time
     return [
@@ -103,6 +104,7 @@ def _numbers(row: Row) -> list[str]:
         "" if row.keys_read is None else f"{row.keys_read:.0f}",
         "" if row.flops is None else f"{row.flops:.2f}x",
         _ratio(None if time is None else time.attention), _ratio(None if time is None else time.model),
+        _memory(time), _tokens(row),
     ]  # fmt: skip
 
 
@@ -124,6 +126,21 @@ def _ratio(value: Interval | None) -> str:
     return "" if value is None else f"{value.median:.2f}x"
 
 
+def _memory(time: Seconds | None) -> str:
+    if time is None or time.bytes is None or not time.exact_bytes:
+        return ""
+    return f"{time.bytes / time.exact_bytes:.2f}x"
+
+
+def _tokens(row: Row) -> str:
+    """From how many tokens on the call is faster."""
+    if not row.points:
+        return ""
+    if row.crossover is None:
+        return f">{row.points[-1].length}"
+    return f"<{row.crossover}" if row.crossover <= row.points[0].length else rounded(row.crossover).replace(",", "")
+
+
 def _split(total: float, substitution: float | None) -> str:
     return _error(total) if not substitution else f"{total:.2f} ({substitution:.2f})"
 
@@ -137,7 +154,8 @@ def _legend(found: Comparison) -> str:
         f"Change: {found.metric}, mean over documents; at most: how far its 95 % interval reaches, which must be "
         f"within {found.tolerance:.2%} to be safe. Error: relative L2 of the attention output, mean over layers (in "
         "brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: what a query "
-        "reads, and the share of exact attention's work. Attention, model: time of exact SDPA / time of the method, on "
-        "a document of median length; above 1 is faster. Oracles: the best possible at their budget, on two documents; "
-        "they need the exact result."
+        "reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the method, for the "
+        "attention of the middle layer and for the whole model, on a document of median length; above 1 is faster. "
+        "Memory: the model's peak against the exact one's. From: tokens from which on the call is faster here. "
+        "Oracles: the best possible at their budget, on two documents; they need the exact result."
     )

@@ -58,8 +58,23 @@ class Subject:
 
     def run(self, ids: Tensor) -> Any:
         """The model's output for the tokens [n] of one document, alone and unpadded."""
-        extra = {"use_cache": False} if self.kind == "language model" else {}
-        return self.model(input_ids=ids[None].to(self.model.device), **extra)
+        return self.model(input_ids=ids[None].to(self.model.device), **self._extra)
+
+    def run_batch(self, rows: Sequence[Tensor]) -> Any:
+        """The model's output for several documents at once, padded on the right, as a loop over batches would."""
+        longest = max(len(ids) for ids in rows)
+        padding = getattr(self.tokenizer, "pad_token_id", None) or 0
+        ids = torch.full((len(rows), longest), padding)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = row
+            mask[number, : len(row)] = 1
+        device = self.model.device
+        return self.model(input_ids=ids.to(device), attention_mask=mask.to(device), **self._extra)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {"use_cache": False} if self.kind == "language model" else {}
 
     def encode(self, texts: Sequence[str], length: int) -> tuple[list[Tensor], int]:
         """Token ids [n] of each text, at most `length`, and how many texts were longer."""

@@ -1,0 +1,121 @@
+"""What "wrong" means at the end of a model: changes of single documents, or of a score over all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparing.measure.error import rank_correlation
+from sparing.measure.estimate import Estimate, estimate, jackknife
+
+End = dict[str, float]  #: what is known about a document: see `quality.END_OF`, and its `label`
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How far an approximated model is from the exact one; 0 where nothing changed."""
+
+    name: str
+    kinds: tuple[str, ...]  #: of models that have it
+    words: str
+    each: Callable[[End], float] | None = None  #: the change of one document
+    score: Callable[[Sequence[End], str], float] | None = None  #: or a score of all; the word before a name: "exact_"
+    needs: tuple[str, ...] = ("change",)  #: what must be known about the documents
+
+    def fits(self, ends: Sequence[End]) -> bool:
+        """Whether enough is known about these documents."""
+        return all(name in end for end in ends for name in self.needs)
+
+    def change(self, ends: Sequence[End]) -> Estimate:
+        """Over documents, with its 95 % interval."""
+        if self.each is not None:
+            return estimate([self.each(end) for end in ends])
+        return jackknife(lambda some: _drop(self, some), ends)
+
+
+def _drop(metric: Metric, ends: Sequence[End]) -> float:
+    assert metric.score is not None
+    return metric.score(ends, "exact_") - metric.score(ends, "")
+
+
+def accuracy(ends: Sequence[End], which: str) -> float:
+    """The share of documents whose class is their label."""
+    return sum(end[f"{which}class"] == end["label"] for end in ends) / len(ends)
+
+
+def f1(ends: Sequence[End], which: str) -> float:
+    """F1 of class 1 where there are two classes, else the mean of all classes' (macro)."""
+    found, wanted = [end[f"{which}class"] for end in ends], [end["label"] for end in ends]
+    classes = sorted({*found, *wanted})
+    if set(classes) <= {0.0, 1.0}:
+        classes = [1.0]
+    scores = []
+    for one in classes:
+        hits = sum(a == b == one for a, b in zip(found, wanted, strict=True))
+        both = found.count(one) + wanted.count(one)
+        scores.append(2 * hits / both if both else 1.0)
+    return sum(scores) / len(scores)
+
+
+def spearman(ends: Sequence[End], which: str) -> float:
+    """Rank correlation of the model's scores with the labels."""
+    found = rank_correlation(*(torch.tensor([end[name] for end in ends]) for name in (f"{which}score", "label")))
+    return 0.0 if math.isnan(found) else found
+
+
+def nearest_accuracy(ends: Sequence[End], which: str) -> float:
+    """The share of documents whose nearest other document has their label."""
+    return sum(end[f"{which}neighbour_label"] == end["label"] for end in ends) / len(ends)
+
+
+_ALL = (
+    Metric("cosine", ("encoder",), "1 - cosine of the embedding", each=lambda end: end["change"]),
+    Metric(
+        "neighbours", ("encoder",), "share of documents with another nearest document",
+        each=lambda end: float(end["exact_neighbour"] != end["neighbour"]), needs=("neighbour",),
+    ),
+    Metric(
+        "accuracy", ("encoder",), "loss of accuracy of the nearest document's label", score=nearest_accuracy,
+        needs=("label", "neighbour_label"),
+    ),
+    Metric("perplexity", ("language model",), "change of the perplexity", each=lambda end: end["change"]),
+    Metric(
+        "probability", ("classifier",), "change of a class's probability, or of the score",
+        each=lambda end: end["change"],
+    ),
+    Metric(
+        "agreement", ("language model", "classifier"), "share of predictions that differ",
+        each=lambda end: 1 - end["agreement"], needs=("agreement",),
+    ),
+    Metric("accuracy", ("classifier",), "loss of accuracy", score=accuracy, needs=("label", "class")),
+    Metric("f1", ("classifier",), "loss of F1", score=f1, needs=("label", "class")),
+    Metric(
+        "spearman", ("encoder", "classifier"), "loss of rank correlation with the labels", score=spearman,
+        needs=("label", "score"),
+    ),
+)  # fmt: skip
+
+
+def metrics_of(kind: str) -> dict[str, Metric]:
+    """By name, the usual one first."""
+    return {metric.name: metric for metric in _ALL if kind in metric.kinds}
+
+
+def metric_of(kind: str, name: str | None) -> Metric:
+    """The one of that name; None: the usual one for this kind of model."""
+    known = metrics_of(kind)
+    if name is not None and name not in known:
+        raise ValueError(f"metric={name!r} is not one of {', '.join(known)}, which a model of this kind ({kind}) has")
+    return known[name] if name is not None else next(iter(known.values()))
+
+
+def scores(kind: str, ends: Sequence[End]) -> dict[str, float]:
+    """All scores against labels that these documents allow, of the exact model and of the approximated one."""
+    found: End = {}
+    for metric in metrics_of(kind).values():
+        if metric.score is not None and metric.fits(ends):
+            found |= {f"{which}{metric.name}": metric.score(ends, which) for which in ("exact_", "")}
+    return found
