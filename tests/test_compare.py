@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import BertConfig, BertForMaskedLM
 
 import sparing
 from sparing.measure import prepare as module
@@ -22,30 +22,10 @@ from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
 from sparing.report.table import show
 from sparing.tasks.documents import Documents
-from sparing.tasks.subject import Subject, load
+from sparing.tasks.subject import load
 
-from zoo import SMALL, TOKENS, build
-
-
-class Bytes:
-    """A tokenizer of sorts."""
-
-    def __call__(self, text, truncation=False, max_length=None, **options):
-        ids = [3 + b % 90 for b in text.encode()]
-        return {"input_ids": ids[:max_length] if truncation else ids}
-
-
-TEXTS = [f"{'some words and more of them, ' * 3}{i} {chr(97 + i) * 7}"[: 80 - i] for i in range(5)]
-
-
-def subject(name="bert", **options):
-    return Subject(name, build(name, **options).eval(), Bytes())
-
-
-def classifier(labels):
-    torch.manual_seed(0)
-    config = BertConfig(**TOKENS, **SMALL, num_labels=labels)
-    return Subject("classifier", BertForSequenceClassification(config).eval(), Bytes())
+from small_models import TEXTS, Bytes, classifier, subject
+from zoo import SMALL, TOKENS
 
 
 @pytest.mark.parametrize(
@@ -117,8 +97,9 @@ def test_the_end_of_an_encoder():
     cosine = float(torch.nn.functional.cosine_similarity(exact, other))
     assert found.ends[0]["cosine"] == pytest.approx(cosine, abs=1e-6)
     assert found.ends[0]["change"] == pytest.approx(1 - cosine, abs=1e-6)
-    assert 0 <= found.neighbours <= 1
-    assert quality(one, rows[:2], "window(size=2)").neighbours is None, "two documents are each other's neighbours"
+    assert {end["neighbour"] for end in found.ends} <= set(range(5))
+    assert all(end["exact_neighbour"] != number for number, end in enumerate(found.ends))
+    assert "neighbour" not in quality(one, rows[:2], "window(size=2)").ends[0], "two are always each other's"
 
 
 def test_the_end_of_a_classifier():
@@ -222,12 +203,6 @@ def test_a_run_that_was_stopped_gives_the_same_and_repeats_nothing(tmp_path, mon
     assert len(calls) == 6
 
 
-def test_two_processes_give_the_same_numbers():
-    one = subject()
-    methods = ["window(size=4)", "yoso(hashes=4)"]
-    assert numbers(run(one, methods=methods, jobs=2)) == numbers(run(one, methods=methods))
-
-
 def test_what_is_measured_is_keyed_by_model_and_documents():
     one, other = subject(), subject()
     assert one.fingerprint == other.fingerprint
@@ -242,10 +217,7 @@ def test_a_model_in_training_is_measured_without_dropout_and_given_back():
     one = subject()
     wanted = numbers(run(one))
     model = one.model.train()
-    assert (
-        numbers(run(model, tokenizer=Bytes(), methods=["window(size=4)"]))
-        == wanted[:1]
-    )
+    assert numbers(run(model, tokenizer=Bytes(), methods=["window(size=4)"])) == wanted[:1]
     assert model.training
 
 
@@ -320,6 +292,16 @@ def test_labels_of_many_are_judged_one_by_one():
     assert found == pytest.approx(float((exact - other).abs().max()), rel=1e-3)
 
 
+def test_positions_are_repeated_where_the_user_says_so():
+    one = subject()
+    texts = [TEXTS[0] * 8, TEXTS[1] * 8]
+    found = run(one, texts, methods=["window(size=4)"], length=600, extend_positions=True)
+    assert (found.tokens, found.truncated) == (600, 2)
+    assert one.positions == 512, "of a copy"
+    short = run(one, methods=["window(size=4)"], extend_positions=True)
+    assert numbers(short) == numbers(run(one, methods=["window(size=4)"])), "nothing to do"
+
+
 def test_a_head_that_has_no_end_leaves_the_encoder():
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**TOKENS, **SMALL)).eval()
@@ -369,7 +351,8 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
         ({"rounds": 0}, "rounds=0 must be at least 1"),
         ({"jobs": 0}, "jobs=0 must be at least 1"),
         ({"length": 1}, "length=1 must be at least 2"),
-        ({"length": 9999}, "length=9999 is more than the 512 positions of the model"),
+        ({"length": 9999}, "length=9999 is more than the 512 positions of the model; shorten it, or repeat"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
         ({"documents": 0}, "documents=0 must be at least 1"),
         ({"methods": []}, "methods is empty"),
         ({"methods": "window(size=8)"}, "must be a list, not one string"),

@@ -88,6 +88,9 @@ def test_standard_input(monkeypatch):
         ("a.csv", b"text\nx", {"column": "body"}, r"a.csv has no column 'body'; it has 'text'"),
         ("a.csv", b"text\nx", {"whole": True}, r"a.csv is a table; --whole is for plain text"),
         ("a.txt", b"x", {"column": "body"}, r"a.txt is plain text and has no column 'body'; use .jsonl"),
+        ("a.txt", b"x", {"pair": "other"}, r"a.txt is plain text and has no second column 'other'"),
+        ("a.jsonl", b'{"text": "x"}', {"pair": "other"}, r"a.jsonl has no column 'other'; it has 'text'"),
+        ("a.jsonl", b'{"text": "x", "b": 1}', {"pair": "b"}, r"a.jsonl, row 1: 'b' is int, not a text"),
         ("a.txt", b"x", {"label": "mark"}, r"a.txt is plain text and has no label column 'mark'; use .jsonl"),
     ],
 )
@@ -118,3 +121,12 @@ def test_a_fingerprint_is_that_of_texts_and_labels():
 
 def test_every_machine_has_some():
     assert len(documents.default()) > 50
+
+
+def test_pairs_of_texts(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("score\ta\tb\n1.5\tone\ttwo\n2\tthree\t\n0\tfour\tfive\n")
+    found = read([path], column="a", pair="b", label="score")
+    assert (found.texts, found.pairs, found.labels) == (("one", "four"), ("two", "five"), ("1.5", "0"))
+    assert found.empty == 1, "half a pair is none"
+    assert found.fingerprint != read([path], column="a", label="score").fingerprint

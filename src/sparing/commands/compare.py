@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
         "Python's help topics",
     )  # fmt: skip
     parser.add_argument("--column", help="of the text, in tables (default: text)")
+    parser.add_argument("--pair", metavar="COLUMN", help="of a second text: how similar are they, for an encoder")
     parser.add_argument("--label", metavar="COLUMN", help="of labels, in tables: adds scores against them")
     parser.add_argument("--whole", action="store_true", help="a plain text file is one document")
     parser.add_argument(

@@ -52,9 +52,9 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
     from sparing.tasks import documents
 
     if options.data:
-        label = getattr(options, "label", None)
-        return documents.read(options.data, column=options.column, label=label, whole=options.whole)
-    for name in ("column", "label", "whole"):
+        label, pair = getattr(options, "label", None), getattr(options, "pair", None)
+        return documents.read(options.data, column=options.column, label=label, pair=pair, whole=options.whole)
+    for name in ("column", "label", "pair", "whole"):
         if getattr(options, name, None):
             raise ValueError(f"--{name} belongs to files: name one with --data")
     return None

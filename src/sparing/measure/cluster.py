@@ -23,7 +23,7 @@ def cluster(backend: str, address: str | None = None, jobs: int | None = None) -
             raise ModuleNotFoundError("backend='dask' needs Dask; run: pip install 'dask[distributed]'") from None
         here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
         try:
-            client = Client(address, timeout="10s") if address else Client(**here)
+            client = Client(address, timeout="5s") if address else Client(**here)
         except (OSError, ValueError) as error:
             raise ValueError(f"cluster={address!r} cannot be reached: {error}") from None
         with client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,3 +57,29 @@ def _of_classifier(exact: Digest, found: Digest) -> dict[str, float]:
 #: What is said about a document, by kind of model, from the digests of its two outputs, the exact one first;
 #: `change` is 0 where nothing happened.
 END_OF = {"encoder": _of_encoder, "language model": _of_language_model, "classifier": _of_classifier}
+
+
+def end_of(kind: str, exact: Sequence[Digest], found: Sequence[Digest]) -> dict[str, float]:
+    """What is said about a document of one text, or of two: means, and how similar the two are (`score`)."""
+    each = [END_OF[kind](a, b) for a, b in zip(exact, found, strict=True)]
+    means = {name: sum(end[name] for end in each) / len(each) for name in each[0]}
+    if len(each) == 1:
+        return means
+    similar = torch.nn.functional.cosine_similarity
+    for name, (first, second) in (("exact_score", exact), ("score", found)):
+        means[name] = float(similar(embedding(first), embedding(second), dim=0))
+    return means
+
+
+def nearest(outputs: Sequence[tuple[Digest, Digest]]) -> list[dict[str, float]]:
+    """The number of each document's nearest other document by the cosine, exactly and approximated.
+
+    Empty where there are no embeddings, or fewer than three: two documents are always each other's.
+    """
+    if len(outputs) < 3 or "embedding" not in outputs[0][0]:
+        return []
+    sides = []
+    for side in zip(*outputs, strict=True):
+        rows = torch.nn.functional.normalize(torch.stack([embedding(kept) for kept in side]), dim=-1)
+        sides.append((rows @ rows.mT).fill_diagonal_(-torch.inf).argmax(-1).tolist())
+    return [{"exact_neighbour": float(a), "neighbour": float(b)} for a, b in zip(*sides, strict=True)]

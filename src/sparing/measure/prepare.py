@@ -30,6 +30,7 @@ class Prepared:
     subject: Subject
     source: Source  #: for other processes, which load a model by its name, where it has one
     rows: tuple[Tensor, ...]  #: token ids of each document
+    pairs: tuple[Tensor, ...] | None  #: those of a second text of each
     labels: tuple[float, ...] | None  #: of each, if somebody knows
     data: str  #: a name for the documents
     data_fingerprint: str
@@ -44,7 +45,7 @@ class Prepared:
     @property
     def fingerprint(self) -> str:
         """Of the tokens: what a model makes of them hangs on nothing else."""
-        return fingerprint(self.rows)
+        return fingerprint([*self.rows, *(self.pairs or ())])
 
     @property
     def typical(self) -> Tensor:
@@ -82,15 +83,23 @@ def prepare(
         subject = extended(subject, length)
     usual = 1024 if subject.kind == "language model" else 512
     given = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
-    rows, longer = subject.encode(given.texts[:documents], length or min(usual, limit or usual))
-    kept = [number for number, ids in enumerate(rows) if len(ids) > 1]
+    most = length or min(usual, limit or usual)
+    rows, longer = subject.encode(given.texts[:documents], most)
+    pairs = None
+    if given.pairs is not None:
+        if subject.kind != "encoder":
+            raise ValueError(f"pair: texts are compared by an encoder's embeddings, and the model is a {subject.kind}")
+        pairs, also = subject.encode(given.pairs[:documents], most)
+        longer += also
+    kept = [number for number, ids in enumerate(rows) if len(ids) > 1 and (pairs is None or len(pairs[number]) > 1)]
     if not kept:
         raise ValueError("texts: none has two tokens")
     source = (str(model), new, subject.fingerprint) if isinstance(model, str | Path) else subject
     labels = None if given.labels is None else tuple(_label(given.labels[number], subject) for number in kept)
     return Prepared(
-        subject, source, tuple(rows[number] for number in kept), labels, given.name, given.fingerprint, longer,
-        len(rows) - len(kept) + given.empty,
+        subject, source, tuple(rows[number] for number in kept),
+        None if pairs is None else tuple(pairs[number] for number in kept), labels, given.name, given.fingerprint,
+        longer, len(rows) - len(kept) + given.empty,
     )  # fmt: skip
 
 

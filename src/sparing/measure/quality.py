@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparing.attention import attention, inspect
-from sparing.measure.ends import END_OF, Digest, digest, embedding
+from sparing.measure.ends import Digest, digest, end_of, nearest
 from sparing.measure.error import rank_correlation
 from sparing.method import Method
 from sparing.method import method as _method
@@ -40,14 +40,22 @@ class Quality:
     keys_read: float | None  #: by a query, on average
     flops: float  #: share of exact attention's
     ends: tuple[dict[str, float], ...]  #: what happened to the model's output, for each document; see `ends.END_OF`
-    neighbours: float | None = None  #: encoders: documents whose nearest other document is the same
 
 
 @torch.no_grad()
-def quality(subject: Subject, rows: Sequence[Tensor], what: str | Method, *, seed: int = 0) -> Quality:
+def quality(
+    subject: Subject,
+    rows: Sequence[Tensor],
+    what: str | Method,
+    *,
+    seed: int = 0,
+    pairs: Sequence[Tensor] | None = None,
+) -> Quality:
     """Run each document [n] twice, alone and unpadded: exactly, looking at every layer, and with the method.
 
     The first run is the exact model's, so it also gives what the second one's output is compared with.
+
+    pairs: a second text of each document, for an encoder; how similar the two are is then known, too.
     """
     method = _method(what)
     watch = _Watch(method)
@@ -55,20 +63,23 @@ def quality(subject: Subject, rows: Sequence[Tensor], what: str | Method, *, see
     outputs: list[tuple[Digest, Digest]] = []
     read: list[float] = []
     work = [0.0, 0.0]
-    for ids in rows:
+    for number, ids in enumerate(rows):
+        inputs = [ids] if pairs is None else [ids, pairs[number]]
         with rehearse(subject.model, method, watch, seed=seed):
-            exact = digest(subject, ids, subject.run(ids))
+            exact = [digest(subject, each, subject.run(each)) for each in inputs]
         watch.next()
         with swapped(subject.model, method, seed=seed) as handle:
-            found = digest(subject, ids, subject.run(ids))
+            found = [digest(subject, each, subject.run(each)) for each in inputs]
             total = handle.statistics().total
-        ends.append(END_OF[subject.kind](exact, found))
-        outputs.append((exact, found))
+        ends.append(end_of(subject.kind, exact, found))
+        outputs.append((exact[0], found[0]))
         read += [] if total.keys_read is None else [total.keys_read]
         work = [work[0] + total.tally.flops, work[1] + total.tally.exact_flops]
+    for end, near in zip(ends, nearest(outputs), strict=False):
+        end |= near
     return Quality(
         layers=watch.layers(), errors=watch.documents(), keys_read=sum(read) / len(read) if read else None,
-        flops=work[0] / work[1] if work[1] else 1.0, ends=tuple(ends), neighbours=_same_neighbours(outputs),
+        flops=work[0] / work[1] if work[1] else 1.0, ends=tuple(ends),
     )  # fmt: skip
 
 
@@ -117,14 +128,3 @@ class _Watch:
 
     def documents(self) -> tuple[float, ...]:
         return tuple(self.totals)
-
-
-def _same_neighbours(outputs: list[tuple[Digest, Digest]]) -> float | None:
-    """The share of documents whose nearest other document, by the cosine, is the one that it was."""
-    if len(outputs) < 3 or "embedding" not in outputs[0][0]:
-        return None
-    nearest = []
-    for side in zip(*outputs, strict=True):
-        rows = torch.nn.functional.normalize(torch.stack([embedding(kept) for kept in side]), dim=-1)
-        nearest.append((rows @ rows.mT).fill_diagonal_(-torch.inf).argmax(-1))
-    return float((nearest[0] == nearest[1]).double().mean())

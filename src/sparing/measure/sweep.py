@@ -66,7 +66,7 @@ class Sweep:
         cells = self._quality_cells()
         # A model without a name goes to other processes as it is.
         source: Source = self.given.source if jobs > 1 or backend is not None else self.given.subject
-        work = functools.partial(_quality, source, self.given.rows)
+        work = functools.partial(_quality, source, self.given.rows, self.given.pairs)
         found: Found = {spec: [] for spec in self.specs}
         parts = measured(cells, work, self.store, jobs=jobs, backend=backend, done=self._tell)
         for cell, part in zip(cells, parts, strict=True):
@@ -206,10 +206,11 @@ def head_count(found: Found) -> int:
     return next((len(x["layers"][0]["heads"]) for x, *_ in found.values() if x.get("layers")), 0)
 
 
-def _quality(source: Source, rows: Sequence[Tensor], cell: Cell) -> Any:
+def _quality(source: Source, rows: Sequence[Tensor], pairs: Sequence[Tensor] | None, cell: Cell) -> Any:
     with threads(1):
+        some = rows[: cell["documents"]]
         try:
-            return asdict(quality(fetched(source), rows[: cell["documents"]], cell["method"], seed=cell["seed"]))
+            return asdict(quality(fetched(source), some, cell["method"], seed=cell["seed"], pairs=pairs))
         except Unsupported as error:
             return {"refused": str(error)}
 

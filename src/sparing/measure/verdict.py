@@ -115,8 +115,6 @@ def row_of(
     errors = [_mean(seeds) for seeds in zip(*(part["errors"] for part in parts), strict=True)]
     layers = tuple(_layer(same) for same in zip(*(part["layers"] for part in parts), strict=True))
     end = _ends(kind, by_seed)
-    if parts[0]["neighbours"] is not None:
-        end["neighbours"] = _mean([part["neighbours"] for part in parts])
     taken = _seconds(time)
     change = _change(metric, by_seed)
     substitution, approximation = (
@@ -157,6 +155,8 @@ def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
     ends = [end for some in by_seed for end in some]
     hidden = ("change", "label", "neighbour", "exact_neighbour", "neighbour_label", "exact_neighbour_label")
     found = {name: _mean([end[name] for end in ends]) for name in ends[0] if name not in hidden}
+    if "neighbour" in ends[0]:
+        found["neighbours"] = _mean([float(end["exact_neighbour"] == end["neighbour"]) for end in ends])
     against = [scores(kind, some) for some in by_seed]
     return found | {name: _mean([one[name] for one in against]) for name in against[0]}
 

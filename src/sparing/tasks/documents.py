@@ -23,6 +23,7 @@ class Documents:
     texts: tuple[str, ...]
     labels: tuple[Any, ...] | None = None
     empty: int = 0  #: that were left out for having no text
+    pairs: tuple[str, ...] | None = None  #: the second text of each, where documents are pairs
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -30,7 +31,7 @@ class Documents:
     @property
     def fingerprint(self) -> str:
         """The same for the same texts and labels, wherever they came from."""
-        return hashlib.sha256(json.dumps([self.texts, self.labels], default=str).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([self.texts, self.labels, self.pairs], default=str).encode()).hexdigest()[:16]
 
 
 def default() -> Documents:
@@ -39,62 +40,73 @@ def default() -> Documents:
 
 
 def read(
-    paths: Sequence[str | Path], *, column: str | None = None, label: str | None = None, whole: bool = False
+    paths: Sequence[str | Path],
+    *,
+    column: str | None = None,
+    label: str | None = None,
+    pair: str | None = None,
+    whole: bool = False,
 ) -> Documents:
     """The documents of a file: `.jsonl`, `.csv`, `.tsv`, `.parquet`, or plain text with one on each line.
 
     Several files are one collection; "-" is standard input, as plain text. column: where the text is; None: "text", or
-    the only column that there is. label: the column of the labels. whole: a plain text file is one document.
+    the only column that there is. label: the column of the labels. pair: that of a second text, which a document is
+    compared with. whole: a plain text file is one document.
     """
     if not paths:
         raise ValueError("data: no file is named")
     texts: list[str] = []
     labels: list[Any] = []
+    pairs: list[str] = []
     empty = 0
     for path in paths:
-        rows = list(_rows(path, column, label, whole))
-        for text, mark in rows:
-            if not text.strip():
+        for text, mark, second in _rows(path, column, label, pair, whole):
+            if not text.strip() or (pair is not None and not second.strip()):
                 empty += 1
                 continue
             texts.append(text)
             labels.append(mark)
+            pairs.append(second)
     names = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
     if not texts:
         raise ValueError(f"data: {names} holds no text")
-    return Documents(names, tuple(texts), None if label is None else tuple(labels), empty)
+    marks = None if label is None else tuple(labels)
+    return Documents(names, tuple(texts), marks, empty, None if pair is None else tuple(pairs))
 
 
-def _rows(path: str | Path, column: str | None, label: str | None, whole: bool) -> Iterable[tuple[str, Any]]:
+def _rows(
+    path: str | Path, column: str | None, label: str | None, pair: str | None, whole: bool
+) -> Iterable[tuple[str, Any, str]]:
     suffix = "" if str(path) == "-" else Path(path).suffix.lower()
     if suffix in _TABLES:
         if whole:
             raise ValueError(f"data: {path} is a table; --whole is for plain text")
-        return _columns(str(path), _TABLES[suffix](path), column, label)
+        return _columns(str(path), _TABLES[suffix](path), column, label, pair)
     if suffix == ".json":
         raise ValueError(f"data: {path} is JSON; write one object on each line and call it .jsonl")
-    if column is not None or label is not None:
-        asked = f"column {column!r}" if column is not None else f"label column {label!r}"
+    wanted = {"column": column, "label column": label, "second column": pair}
+    if asked := next((f"{what} {name!r}" for what, name in wanted.items() if name is not None), None):
         raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")
     text = _decoded(path)
-    return [(text, None)] if whole else [(line.strip(), None) for line in text.splitlines()]
+    return [(text, None, "")] if whole else [(line.strip(), None, "") for line in text.splitlines()]
 
 
 def _columns(
-    path: str, table: list[dict[str, Any]], column: str | None, label: str | None
-) -> Iterable[tuple[str, Any]]:
+    path: str, table: list[dict[str, Any]], column: str | None, label: str | None, pair: str | None
+) -> Iterable[tuple[str, Any, str]]:
     names = list(dict.fromkeys(name for row in table for name in row))
     found = column or ("text" if "text" in names or len(names) != 1 else names[0])
-    for what, name in (("column", found), ("label column", label)):
+    for what, name in (("column", found), ("label column", label), ("column", pair)):
         if name is not None and table and name not in names:
             raise ValueError(f"data: {path} has no {what} {name!r}; it has {', '.join(map(repr, names))}")
     for number, row in enumerate(table, 1):
-        text = row.get(found)
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"data: {path}, row {number}: {found!r} is {type(text).__name__}, not a text")
+        for name in (found, pair):
+            text = None if name is None else row.get(name)
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"data: {path}, row {number}: {name!r} is {type(text).__name__}, not a text")
         if label is not None and row.get(label) is None:
             raise ValueError(f"data: {path}, row {number} has no {label!r}")
-        yield text or "", row.get(label) if label is not None else None
+        yield row.get(found) or "", row.get(label) if label is not None else None, row.get(pair or "") or ""
 
 
 def _decoded(path: str | Path) -> str:
