@@ -12,7 +12,8 @@ CSRC := $(wildcard src/sparing/native/csrc/*)
 .PHONY: compare test test-all test-oldest sanitize bench lint clean
 
 compare: $(KERNELS)
-	$(BIN)/sparing compare
+	mkdir -p out
+	$(BIN)/sparing compare --json out/compare.json --html out/compare.html
 
 test: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -37,7 +37,7 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
     """Time of SDPA / time of each method on real queries and keys, joined or repeated to make up the length.
 
     seen: calls of one layer. A method that cannot run there has None. All sides run in turn, in one race; the second
-    result is how many seconds a round of it took.
+    result is how many seconds a quiet round of it takes.
     """
     joined = _joined(seen, length)
     sides: dict[str, Callable[[], object]] = {"sdpa": _sdpa(joined, whole=False)}
@@ -58,7 +58,7 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
         rival = taken["sdpa with values" if _samples(_method(spec), joined) else "sdpa"]
         return interval([a / b for a, b in zip(rival, taken[spec], strict=True)])
 
-    return {spec: ratio(spec) for spec in specs}, sum(interval(times).median for times in taken.values())
+    return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values()))
 
 
 def crossover(points: Sequence[Point]) -> int | None:

@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparing.measure.estimate import Estimate
-from sparing.measure.seconds import Seconds
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
 
@@ -31,6 +30,8 @@ def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
         f"tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads",
         markup=False, highlight=False,
     )  # fmt: skip
+    if scores := _against_labels(found):
+        console.print(f"against the labels, the exact model: {scores}", markup=False, highlight=False)
     console.print(comparison_table(found))
     for row in found.rows:
         if row.refused is not None:
@@ -39,11 +40,18 @@ def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
         console.print(layer_table(found))
 
 
+def _against_labels(found: Comparison) -> str:
+    """What the exact model scores, where there are labels; the rows' own scores are in JSON and on the page."""
+    ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
+    names = [name for name in ("accuracy", "f1", "spearman") if f"exact_{name}" in ends]
+    return ", ".join(f"{name} {ends[f'exact_{name}']:.4f}" for name in names)
+
+
 def comparison_table(found: Comparison) -> Table:
     """The table that `sparing compare` prints."""
     table = _table(caption=_legend(found))
-    table.add_column("method", overflow="fold", max_width=30)
-    for name in ("change", "at most", "error", "keys", "FLOPs", "call", "model", "memory", "from"):
+    table.add_column("method", overflow="fold", max_width=38)
+    for name in ("change", "at most", "error", "keys", "FLOPs", "call", "model", "from"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in found.rows:
@@ -76,7 +84,7 @@ def layer_table(found: Comparison) -> Table:
 
 def _table(**options: str) -> Table:
     return Table(
-        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0,
         **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -96,7 +104,7 @@ def _worst_head(row: Row) -> str:
 
 def _numbers(row: Row) -> list[str]:
     if row.refused is not None:
-        return [""] * 9
+        return [""] * 8
     assert row.error is not None
     time = row.time
     return [
@@ -104,7 +112,7 @@ def _numbers(row: Row) -> list[str]:
         "" if row.keys_read is None else f"{row.keys_read:.0f}",
         "" if row.flops is None else f"{row.flops:.2f}x",
         _ratio(None if time is None else time.attention), _ratio(None if time is None else time.model),
-        _memory(time), _tokens(row),
+        _tokens(row),
     ]  # fmt: skip
 
 
@@ -124,12 +132,6 @@ def _percent(value: float) -> str:
 
 def _ratio(value: Interval | None) -> str:
     return "" if value is None else f"{value.median:.2f}x"
-
-
-def _memory(time: Seconds | None) -> str:
-    if time is None or time.bytes is None or not time.exact_bytes:
-        return ""
-    return f"{time.bytes / time.exact_bytes:.2f}x"
 
 
 def _tokens(row: Row) -> str:
@@ -156,6 +158,6 @@ def _legend(found: Comparison) -> str:
         "brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: what a query "
         "reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the method, for the "
         "attention of the middle layer and for the whole model, on a document of median length; above 1 is faster. "
-        "Memory: the model's peak against the exact one's. From: tokens from which on the call is faster here. "
+        "From: tokens from which on the call is faster here. "
         "Oracles: the best possible at their budget, on two documents; they need the exact result."
     )
