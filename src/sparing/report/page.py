@@ -1,0 +1,77 @@
+"""A comparison as one HTML page that needs nothing else: no server, no network, no other file."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+
+from sparing.measure.verdict import FASTER, SLOWER, Comparison, Row
+from sparing.report.page_charts import charts, left_out
+from sparing.report.page_table import exact_memory, full_table, heat_map
+
+#: In this order: the table must work even if a chart does not.
+_SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "crossover", "heads")
+
+
+def page(found: Comparison) -> str:
+    """The whole page, with its styles, scripts and plotly's inside; needs plotly and jinja2.
+
+    Jinja escapes every text and the JSON; the scripts write texts as texts.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup, escape
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        name = (error.name or "plotly").partition(".")[0]
+        raise ModuleNotFoundError(f"{name} is missing; run: pip install 'sparing[cli]'", name=name) from None
+    environment = Environment(
+        loader=PackageLoader("sparing.report", "static"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    environment.filters["breakable"] = lambda spec: escape(spec).replace("(", Markup("(<wbr>"))
+    titles, rows = full_table(found)
+    layers, heat = heat_map(found)
+    winner = best(found, FASTER)
+    chosen = winner or best(found, SLOWER)
+    drawn = charts(found)
+    library = (
+        get_plotlyjs() if drawn["trade"]["points"] or drawn["trade"]["oracles"] or drawn["crossover"]["lines"] else ""
+    )
+    return environment.get_template("page.html").render(
+        found=found, charts=drawn, left_out=left_out(found), titles=titles, rows=rows, layers=layers, heat=heat,
+        winner=winner, chosen=chosen, code=None if chosen is None else code(chosen), exact_memory=exact_memory(found),
+        style=Markup(_static("page.css")), plotly=Markup(_inside_script(library)),
+        script=Markup(_inside_script("\n".join(_static(f"{name}.js") for name in _SCRIPTS))),
+    )  # fmt: skip
+
+
+def best(found: Comparison, verdict: str) -> Row | None:
+    """The row of this verdict that makes the model fastest; exact attention itself is no answer."""
+    rows = [row for row in found.rows if row.verdict == verdict and row.method.partition("(")[0] != "exact"]
+    return max(rows, key=_speed, default=None)
+
+
+def code(row: Row) -> str:
+    """What turns a method on, and off again."""
+    return (
+        "import sparing\n\n"
+        f"handle = sparing.approximate(model, {json.dumps(row.method)})\n"
+        "# ... run the model as before ...\n"
+        "handle.restore()  # exact attention again\n"
+    )
+
+
+def _speed(row: Row) -> float:
+    return 0.0 if row.time is None or row.time.model is None else row.time.model.median
+
+
+def _static(name: str) -> str:
+    return (files("sparing.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def _inside_script(text: str) -> str:
+    """Code that ends no script element, and opens no comment in it: in strings and patterns "\\/" is "/"."""
+    return re.sub(r"<(/script|!--)", lambda match: "<\\" + match[1], text, flags=re.IGNORECASE)

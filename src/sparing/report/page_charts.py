@@ -1,0 +1,106 @@
+"""What the charts of the page draw: numbers and names, without colours, for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sparing.measure.estimate import Estimate
+from sparing.measure.timing import Interval
+from sparing.measure.verdict import ORACLE, Comparison, Row
+from sparing.report.numbers import finite, short_names
+
+
+def charts(found: Comparison) -> dict[str, Any]:
+    """Everything that page.js reads."""
+    return {"trade": trade(found), "crossover": crossings(found), "heads": heads(found)}
+
+
+def trade(found: Comparison) -> dict[str, Any]:
+    """Change against time of the model, both as [middle, low, high]; the time of exact attention is 1.
+
+    Rows without a finite change, or without a time, are not there; oracles, which have none, stand apart.
+    """
+    short = short_names([row.method for row in found.rows])
+    points: list[dict[str, Any]] = []
+    oracles: list[dict[str, Any]] = []
+    for row in found.rows:
+        change, time = _change(row.change), _time(row)
+        point: dict[str, Any] = {"method": row.method, "label": short[row.method], "verdict": row.verdict}
+        point["change"] = change
+        if change is not None and row.verdict == ORACLE:
+            oracles.append(point)
+        elif change is not None and time is not None:
+            points.append({**point, "time": time})
+    times, changes = [point["time"][0] for point in points], [abs(point["change"][0]) for point in points]
+    on_front = front([1.0, *times], [0.0, *changes])[1:]
+    for point, is_best in zip(points, on_front, strict=True):
+        point["front"] = is_best
+    return {"points": points, "oracles": oracles, "tolerance": found.tolerance, "metric": found.metric}
+
+
+def front(times: Sequence[float], changes: Sequence[float]) -> list[bool]:
+    """Whether nothing else is both as fast and as good: the Pareto front.
+
+    >>> front([1.0, 0.5, 0.7, 0.8], [0.0, 0.2, 0.3, 0.1])
+    [True, True, False, True]
+    """
+    both = list(zip(times, changes, strict=True))
+    return [not any(a <= t and b <= c and (a, b) != (t, c) for a, b in both) for t, c in both]
+
+
+def left_out(found: Comparison) -> list[str]:
+    """The rows that the chart of change and time cannot show."""
+    shown = trade(found)
+    drawn = {point["method"] for point in (*shown["points"], *shown["oracles"])}
+    return [row.method for row in found.rows if row.method not in drawn]
+
+
+def crossings(found: Comparison) -> dict[str, Any]:
+    """Speed of the attention call over the length; lines have points [length, median, low, high]."""
+    lines = [
+        {"method": row.method, "family": row.method.partition("(")[0], "crossover": row.crossover, "points": points}
+        for row in found.rows
+        if (points := [[each.length, *each.ratio] for each in row.points if _drawable(each.ratio)])
+    ]
+    return {"lines": lines, "tokens": found.tokens}
+
+
+def heads(found: Comparison) -> list[dict[str, Any]]:
+    """The pictures of each head, those of exact attention first."""
+    groups: dict[tuple[int, int], dict[str, Any]] = {}
+    for each in found.maps:
+        name = f"layer {each.number}, head {each.head}"
+        group = groups.setdefault((each.number, each.head), {"name": name, "layer": each.layer, "maps": []})
+        wrong = _error_of_head(found.rows, each.method, each.layer, each.head)
+        group["maps"].append({"method": each.method, "side": each.side, "pixels": each.pixels, "error": wrong})
+    for group in groups.values():
+        group["maps"].sort(key=lambda picture: picture["method"] != "exact")
+    return list(groups.values())
+
+
+def _change(value: Estimate | None) -> list[float | None] | None:
+    if value is None or finite(value.mean) is None:
+        return None
+    return [value.mean, finite(value.low), finite(value.high)]
+
+
+def _time(row: Row) -> list[float] | None:
+    """The model's time as a share of the exact one's: high speed is little time."""
+    speed = None if row.time is None else row.time.model
+    if speed is None or not _drawable(speed):
+        return None
+    return [1 / speed.median, 1 / speed.high, 1 / speed.low]
+
+
+def _drawable(speed: Interval) -> bool:
+    """On a logarithmic axis."""
+    return all(finite(part) is not None and part > 0 for part in speed)
+
+
+def _error_of_head(rows: Sequence[Row], method: str, layer: str, head: int) -> float | None:
+    for row in rows:
+        for each in row.layers:
+            if row.method == method and each.layer == layer and head < len(each.heads):
+                return finite(each.heads[head])
+    return None

@@ -1,0 +1,122 @@
+"""The tables of the page: what is in a cell, and what it is sorted by."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sparing.measure.estimate import Estimate
+from sparing.measure.timing import Interval
+from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
+from sparing.report.numbers import error, finite, megabytes, percent, ratio
+
+
+class Cell(NamedTuple):
+    """Of the full table."""
+
+    text: str = ""
+    value: float | str | None = None  #: what it is sorted by; None comes last in either order
+    more: str = ""  #: shown on top of it by a mouse that rests
+
+
+class Heat(NamedTuple):
+    """A cell of the heat map."""
+
+    text: str
+    share: float | None  #: of the darkest colour
+    more: str
+
+
+def full_table(found: Comparison) -> tuple[list[str], list[list[Cell]]]:
+    """Titles and rows. Columns in which no row has anything are left out."""
+    columns = {title: [cell(row) for row in found.rows] for title, cell in _COLUMNS.items()}
+    used = {title: cells for title, cells in columns.items() if any(cell.text for cell in cells)}
+    return list(used), [list(row) for row in zip(*used.values(), strict=True)]
+
+
+def heat_map(found: Comparison) -> tuple[list[str], list[tuple[Row, list[Heat]]]]:
+    """Names of the layers, and of each row that has any the errors in them."""
+    rows = [row for row in found.rows if row.layers]
+    names = list(dict.fromkeys(layer.layer for row in rows for layer in row.layers))
+    return names, [(row, [_heat(row, name, i) for i, name in enumerate(names)]) for row in rows]
+
+
+def exact_memory(found: Comparison) -> str | None:
+    """Peak memory of the exact model, which every row has measured beside its own."""
+    taken = [row.time.exact_bytes for row in found.rows if row.time is not None and row.time.exact_bytes is not None]
+    return megabytes(round(statistics.median(taken))) if taken else None
+
+
+def _heat(row: Row, name: str, position: int) -> Heat:
+    layer = next((layer for layer in row.layers if layer.layer == name), None)
+    if layer is None:
+        return Heat("", None, "")
+    total = finite(layer.total)
+    more = f"{row.method} in layer {position} ({name}): {error(layer.total)}"
+    heads = [(each, number) for number, each in enumerate(layer.heads) if math.isfinite(each)]
+    if heads:
+        wrong, head = max(heads)
+        more += f"; worst head {head}: {error(wrong)}"
+    # The root shows differences between small errors, too.
+    return Heat("?" if total is None else f"{total:.2f}", None if total is None else min(total, 1.0) ** 0.5, more)
+
+
+def _number(value: float | None, text: Callable[[float], str]) -> Cell:
+    return Cell() if value is None else Cell(text(value), finite(value))
+
+
+def _mean(value: Estimate | None) -> Cell:
+    return Cell() if value is None else _number(value.mean, percent)
+
+
+def _at_most(value: Estimate | None) -> Cell:
+    if value is None:
+        return Cell()
+    if value.most is None:
+        return Cell("?", None, "no interval")
+    low, high = (math.nan if end is None else end for end in (value.low, value.high))
+    return Cell(percent(value.most), finite(value.most), f"from {percent(low)} to {percent(high)}")
+
+
+def _speed(row: Row, name: str) -> Cell:
+    value: Interval | None = None if row.time is None else getattr(row.time, name)
+    if value is None:
+        return Cell()
+    return Cell(ratio(value.median), finite(value.median), f"quartiles: {ratio(value.low)} and {ratio(value.high)}")
+
+
+def _memory(row: Row) -> Cell:
+    return Cell() if row.time is None or row.time.bytes is None else Cell(megabytes(row.time.bytes), row.time.bytes)
+
+
+def _crossover(row: Row) -> Cell:
+    if not row.points:
+        return Cell()
+    if row.crossover is None:
+        longest = max(point.length for point in row.points)
+        return Cell(f"none to {longest}", None, f"not faster up to {longest} tokens")
+    shortest = min(point.length for point in row.points)
+    if row.crossover <= shortest:
+        return Cell(f"\u2264 {shortest}", row.crossover, "faster at all lengths that were raced")
+    return Cell(str(row.crossover), row.crossover)
+
+
+_VERDICTS = (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED)  # in the order of use
+_COLUMNS: dict[str, Callable[[Row], Cell]] = {
+    "method": lambda row: Cell(row.method, row.method),
+    "verdict": lambda row: Cell(row.verdict, _VERDICTS.index(row.verdict)),
+    "change": lambda row: _mean(row.change),
+    "at most": lambda row: _at_most(row.change),
+    "error": lambda row: Cell() if row.error is None else _number(row.error.mean, error),
+    "substitution": lambda row: _number(row.substitution, error),
+    "keys read": lambda row: _number(row.keys_read, "{:.0f}".format),
+    "FLOPs": lambda row: _number(row.flops, ratio),
+    "attention speed": lambda row: _speed(row, "attention"),
+    "model speed": lambda row: _speed(row, "model"),
+    "batched speed": lambda row: _speed(row, "batched"),
+    "peak memory": _memory,
+    "crossover": _crossover,
+    "why refused": lambda row: Cell() if row.refused is None else Cell(row.refused, row.refused),
+}

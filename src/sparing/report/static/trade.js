@@ -1,0 +1,138 @@
+// Change at the end of the model against its time.
+
+const VERDICTS = {
+  "exact attention": { colour: "exact", symbol: "square", size: 10 },
+  "safe and faster": { colour: "faster", symbol: "star", size: 15 },
+  "safe, but slower here": { colour: "slower", symbol: "circle", size: 10 },
+  "not safe": { colour: "unsafe", symbol: "x", size: 9 },
+  oracle: { colour: "oracle", symbol: "triangle-up-open", size: 11 },
+};
+const EXACT = {
+  method: "exact attention", label: "exact", verdict: "exact attention", front: true,
+  change: [0, null, null], time: [1, 1, 1],
+};
+
+function tradeText(point) {
+  if (point === EXACT) return [point.method, "change 0%, time 1x"];
+  const [mean, low, high] = point.change, text = [point.method, point.verdict, `change ${percent(mean)}`];
+  text.push(low === null || high === null ? "without an interval" : `interval ${percent(low)} to ${percent(high)}`);
+  if (point.time) {
+    const [middle, first, last] = point.time.map(times);
+    text.push(`time ${middle} of exact`, `quartiles ${first} to ${last}`);
+  }
+  return text;
+}
+
+function pointsOf(verdict, points, scales, visible) {
+  const { colour: name, symbol, size } = VERDICTS[verdict], paint = colour(name), isOracle = verdict === "oracle";
+  const heights = [0, 1, 2].map((part) => points.map(({ change }) => scales.height(change[part] ?? change[0])));
+  const spread = points.map((_, i) => (i + 0.5) / points.length);
+  const places = isOracle ? [spread, spread, spread] : [0, 1, 2].map((part) => points.map((point) => point.time[part]));
+  const texts = points.map(tradeText);
+  return {
+    type: "scatter", mode: "markers", name: verdict, visible,
+    xaxis: isOracle ? "x2" : "x", x: places[0], y: heights[0],
+    error_x: bars(...places, paint, 0), error_y: bars(...heights, paint, 4),
+    marker: { color: paint, symbol, size, line: { width: isOracle ? 1.5 : 0 } },
+    customdata: texts, text: texts.map(hoverText), hovertemplate: "%{text}<extra></extra>",
+  };
+}
+
+function frontLine(timed, scales) {
+  const best = timed.filter((point) => point.front).sort((a, b) => a.time[0] - b.time[0]);
+  return {
+    type: "scatter", mode: "lines", hoverinfo: "skip",
+    x: best.map((point) => point.time[0]), y: best.map((point) => scales.height(point.change[0])),
+    line: { shape: "hv", color: colour("muted"), width: 1.5, dash: "dot" },
+  };
+}
+
+// In pixels of the plot: names of the points that have room, beside all points, their bars and the words on the lines.
+function names(points, scales, width, height) {
+  const right = (time) => ((Math.log10(time) - scales.x[0]) / (scales.x[1] - scales.x[0])) * width;
+  const down = (change) => (1 - (scales.height(change) - scales.y[0]) / (scales.y[1] - scales.y[0])) * height;
+  const taken = points.flatMap(({ change: [mean, low, high], time: [middle, first, last] }) => {
+    const x = right(middle), y = down(mean);
+    return [
+      [x - 6, y - 6, x + 6, y + 6], [right(first), y - 1, right(last), y + 1],
+      [x - 1, down(high ?? mean), x + 1, down(low ?? mean)],
+    ];
+  });
+  const line = down(DATA.trade.tolerance);
+  taken.push([0, line - 1, 105, line + 18], [width - 110, line - 18, width, line]);
+  const rank = ({ verdict, front }) => (verdict === "safe and faster" ? 0 : front ? 1 : verdict === "not safe" ? 3 : 2);
+  const order = [...points].sort((a, b) => rank(a) - rank(b)).filter((point) => width > 450 || rank(point) < 2);
+  const labels = order.map(({ label, time, change }) => ({ x: right(time[0]), y: down(change[0]), text: label }));
+  const places = placeLabels(labels, taken, width, height), shown = order.filter((_, i) => places[i]);
+  return {
+    type: "scatter", mode: "markers+text", hoverinfo: "skip",
+    marker: { size: 8, opacity: 0 }, // keeps the text off the point
+    x: shown.map((point) => point.time[0]), y: shown.map((point) => scales.height(point.change[0])),
+    text: shown.map((point) => plain(point.label)), textposition: places.filter((place) => place),
+    textfont: { size: SMALL, color: colour("ink") },
+  };
+}
+
+function tolerance(scales) {
+  const edge = scales.height(DATA.trade.tolerance), low = Math.max(-edge, scales.y[0]), paint = colour("muted");
+  const good = {
+    type: "rect", x0: 10 ** scales.x[0], x1: 1, y0: low, y1: edge,
+    fillcolor: colour("faster"), opacity: 0.1, line: { width: 0 }, layer: "below",
+  };
+  const note = { showarrow: false, xref: "x domain", y: edge, font: { size: SMALL, color: paint } };
+  const text = `tolerance ${percent(DATA.trade.tolerance)}`, green = { size: SMALL, color: colour("faster") };
+  return {
+    shapes: [good, across(edge, paint, "dash"), ...(low > scales.y[0] ? [across(low, paint, "dash")] : [])],
+    annotations: [
+      { ...note, text, x: 1, xanchor: "right", yanchor: "bottom" },
+      { ...note, text: "safe and faster", x: 0.005, xanchor: "left", yanchor: "top", font: green },
+    ],
+  };
+}
+
+function drawTrade(chart) {
+  const { points, oracles, metric } = DATA.trade, timed = [EXACT, ...points], all = [...timed, ...oracles];
+  const scales = tradeScales(timed, oracles, DATA.trade.tolerance);
+  const used = Object.keys(VERDICTS).filter((verdict) => all.some((point) => point.verdict === verdict));
+  let shown = new Set(used), steps = [];
+
+  const draw = () => {
+    const isNarrow = chart.clientWidth < 560, margin = { l: 74, r: 10, t: 28, b: 56 };
+    const share = oracles.length ? (isNarrow ? 0.8 : 0.88) : 1; // of the width; oracles have the rest
+    const groups = used.map((verdict) => {
+      return pointsOf(verdict, all.filter((point) => point.verdict === verdict), scales, shown.has(verdict));
+    });
+    steps = groups.flatMap(({ visible, customdata, xaxis }, i) => {
+      if (!visible) return [];
+      return customdata.map((text, point) => ({ curve: i + 1, point, subplot: `${xaxis}y`, text }));
+    });
+    const width = (chart.clientWidth - margin.l - margin.r) * share, height = chart.clientHeight - margin.t - margin.b;
+    const ticks = changeTicks(scales, height);
+    const labels = names(timed.filter((point) => shown.has(point.verdict)), scales, width, height);
+    const xTitle = isNarrow ? "time / exact time" : "time of the model / time of the exact model";
+    const yTitle = isNarrow ? "change" : plain(`change (${metric})`);
+    const layout = {
+      margin, ...tolerance(scales),
+      xaxis: ratioAxis(scales.x, width, 36, { domain: [0, share], title: { text: xTitle, standoff: 12 } }),
+      yaxis: {
+        range: scales.y, tickvals: ticks.map(scales.height), ticktext: ticks.map(percent),
+        title: { text: yTitle, standoff: 8 },
+      },
+    };
+    if (oracles.length) {
+      const only = { domain: [share + 0.02, 1], range: [0, 1], tickvals: [0.5], ticktext: ["oracles"] };
+      layout.xaxis2 = { ...only, anchor: "y", showgrid: false, fixedrange: true };
+    }
+    Plotly.react(chart, [frontLine(timed, scales), ...groups, labels], look(layout), CONFIG);
+  };
+
+  const entries = used.map((name) => ({ name, ...VERDICTS[name] }));
+  keys(document.getElementById("trade-keys"), entries, (ticked) => {
+    shown = ticked;
+    draw();
+  });
+  walk(chart, document.getElementById("trade-now"), () => steps);
+  keepDrawn(draw, chart);
+}
+
+if (document.getElementById("trade")) drawTrade(document.getElementById("trade"));
