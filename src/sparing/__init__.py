@@ -14,6 +14,7 @@ from sparing.version import __version__
 if TYPE_CHECKING:
     from sparing import transformers
     from sparing.measure.compare import compare
+    from sparing.planning.plan import plan
     from sparing.transformers import Recipe, approximate, extend_positions
 
 __all__ = [
@@ -36,19 +37,21 @@ __all__ = [
     "methods",
     "nn",
     "oracles",
+    "plan",
     "split_specs",
     "transformers",
 ]
 
 #: What needs transformers, which is imported when one of these is first used.
-_LAZY = ("Recipe", "approximate", "compare", "extend_positions", "transformers")
+_LAZY = ("Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")
+_ELSEWHERE = {"compare": "sparing.measure.compare", "plan": "sparing.planning.plan"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'sparing' has no attribute {name!r}")
     try:
-        package = import_module("sparing.measure.compare" if name == "compare" else "sparing.transformers")
+        package = import_module(_ELSEWHERE.get(name, "sparing.transformers"))
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparing.commands import bench, compare, lists
+from sparing.commands import bench, compare, lists, plan
 
-_COMMANDS = (compare, bench, lists)
+_COMMANDS = (compare, plan, bench, lists)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,120 @@
+"""A plan as the terminal shows it, within 100 columns."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sparing.measure.timing import Interval
+from sparing.planning.result import Plan
+from sparing.planning.search import Figures
+
+_BEST = 3  # candidates that are shown where none is worth it
+
+
+def show(plan: Plan, *, console: Console) -> None:
+    """Print what to do, what is promised and on which figures, and what runs where."""
+    console.print(f"[bold]{escape(plan.reason)}[/]", highlight=False)
+    cut = f", {plan.truncated} of them cut" if plan.truncated else ""
+    cut += f", {plan.skipped} more left out: empty, of one token, or the same again" if plan.skipped else ""
+    threads = plan.machine.get("threads")
+    console.print(
+        f"{plan.model} ({plan.kind}) on {plan.data}: {plan.documents} documents of up to {plan.tokens} tokens{cut}; "
+        f"{plan.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    console.print(_figures(plan))
+    if plan.holds:
+        console.print(_layers(plan))
+    elif plan.candidates and not any(one.used for one in plan.candidates):
+        console.print(_candidates(plan))
+
+
+def _figures(plan: Plan) -> Table:
+    promise = plan.promise
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    likely = f"with {_percent(promise.confidence)} confidence at least {_percent(promise.coverage)} of documents like"
+    table.add_row("promise", f"{likely} these change by {_percent(promise.tolerance)} at most ({escape(plan.words)})")
+    for found in plan.checks:
+        table.add_row("held out", _said(found, plan, f" ({_percent(found.most)} of all at most)"))
+    if plan.calibration is not None:
+        table.add_row("calibration", _said(plan.calibration, plan))
+    if plan.gain is not None:
+        what = "time" if plan.objective == "time" else "peak memory"
+        table.add_row("gain", f"{_ratio(plan.gain)}: {what} of the exact model / with the recipe")
+    if plan.ceiling is not None:
+        table.add_row("ceiling", f"{_ratio(plan.ceiling)}: with the fastest candidate in every layer")
+    return table
+
+
+def _said(found: Figures, plan: Plan, bound: str = "") -> str:
+    return (
+        f"step {found.step} of {plan.steps}: {found.violations} of {found.documents} beyond{bound}; "
+        f"mean {_percent(found.mean)}, worst {_percent(found.worst)}"
+    )
+
+
+def _ratio(gain: Interval) -> str:
+    return f"{gain.median:.2f}x ({gain.low:.2f} to {gain.high:.2f})"
+
+
+def _layers(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    for name, right in (("layers", False), ("method", False), ("attention", True), ("damage", True)):
+        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+    speeds = {one.method: one.gain for one in plan.candidates}
+    rows = plan.records()
+    for spec in dict.fromkeys(row["method"] for row in rows):
+        members = [row for row in rows if row["method"] == spec]
+        gain, damage = speeds.get(spec), sum(row["damage"] for row in members)
+        table.add_row(
+            escape(together([row["layer"] for row in members])), escape(spec),
+            "" if gain is None else f"{gain.median:.2f}x", "" if spec == "exact" else _percent(damage),
+        )  # fmt: skip
+    what = "speed" if plan.objective == "time" else "memory"
+    table.caption = (
+        f"Attention: {what} of a call against exact attention, above 1 is better. Damage: change at the end of the "
+        "model where one such layer alone is approximated, summed over the layers."
+    )
+    return table
+
+
+def together(names: Sequence[str]) -> str:
+    """Many layers in few words.
+
+    >>> together(["layer.0.attention", "layer.1.attention", "layer.2.attention", "layer.5.attention"])
+    'layer.0-2,5.attention'
+    """
+    matches = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in names]
+    if len(names) < 2 or len({match.group(1, 3) for match in matches if match}) != 1 or not all(matches):
+        return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+    found = [match for match in matches if match]
+    numbers = [int(match.group(2)) for match in found]
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    spans = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return f"{found[0].group(1)}{spans}{found[0].group(3)}"
+
+
+def _candidates(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("best candidates")
+    table.add_column("attention", justify="right")
+    raced = [(one.gain, one.method) for one in plan.candidates if one.gain is not None]
+    for gain, method in sorted(raced, reverse=True)[:_BEST]:
+        table.add_row(escape(method), f"{gain.median:.2f}x")
+    return table
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return str(share)
+    return f"{100 * share:.0f}%" if round(100 * share, 2) == round(100 * share) else f"{100 * share:.2f}%"
