@@ -81,6 +81,7 @@ def test_pairs_of_texts():
     given = Documents("pairs", tuple(TEXTS), (0.1, 0.5, 0.2, 0.9, 0.4), pairs=pairs)
     row = compare(one, given, metric="spearman", **QUICK).rows[0]
     assert {"score", "exact_score", "spearman", "exact_spearman"} <= set(row.end)
+    assert "accuracy" not in row.end, "a label of a pair is not a class"
 
     def mean_similarity():
         found = []

@@ -128,13 +128,13 @@ def row_of(
 
 
 def labelled(ends: Sequence[End], labels: Sequence[float] | None) -> list[End]:
-    """What is known about each document, with its label and that of its nearest document."""
+    """What is known about each document, with its label and, where that is a class, its nearest document's."""
     if labels is None:
         return list(ends)
     found = [{**end, "label": label} for end, label in zip(ends, labels, strict=False)]
     for end in found:
         for which in ("exact_", ""):
-            if f"{which}neighbour" in end:
+            if f"{which}neighbour" in end and "score" not in end:  # labels of pairs say how similar they are
                 end[f"{which}neighbour_label"] = labels[int(end[f"{which}neighbour"])]
     return found
 
