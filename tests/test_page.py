@@ -173,15 +173,25 @@ def test_the_table_holds_what_was_found():
     assert {title: cell.text for title, cell in first.items()} == {
         "method": FAST, "verdict": FASTER, "change": "0.20%", "at most": "0.30%", "error": "0.0100",
         "substitution": "0", "keys read": "66", "FLOPs": "0.25x", "attention speed": "1.88x", "model speed": "1.25x",
-        "batched speed": "1.25x", "peak memory": "12.3 MB", "crossover": "819", "why refused": "",
+        "batched speed": "1.25x", "peak memory": "12.3 MB", "crossover": "820", "why refused": "",
     }  # fmt: skip
     assert first["model speed"].value == 1.25
-    assert dict(zip(titles, rows[2], strict=True))["crossover"].text == "none to 2048"
+    assert dict(zip(titles, rows[2], strict=True))["crossover"].text == ">2048"
     always = measured(FAST, FASTER, 0.002, 9.0, crossover=256)
-    assert [cell.text for cell in full_table(example(rows=(always,)))[1][0]][-1] == "\u2264 256"
+    assert [cell.text for cell in full_table(example(rows=(always,)))[1][0]][-1] == "<256"
     assert dict(zip(titles, rows[5], strict=True))["why refused"].text == REASON
     alone = full_table(example(rows=(Row("nystrom", REFUSED, REASON),)))
     assert alone[0] == ["method", "verdict", "why refused"], "no empty columns"
+
+
+def test_scores_against_labels_are_shown():
+    row = measured(FAST, FASTER, 0.002, 1.25, end={"exact_f1": 0.75, "f1": 0.5, "score": 1.0, "exact_score": 1.0})
+    found = example(rows=(row,))
+    titles, rows = full_table(found)
+    assert [cell.text for title, cell in zip(titles, rows[0], strict=True) if title == "f1"] == ["0.5000"]
+    assert not {"score", "accuracy"} & set(titles)
+    assert "Against the labels, the exact model: f1 0.7500." in page(found)
+    assert "Against the labels" not in page(example())
 
 
 def test_the_chart_has_times_and_a_front():

@@ -157,13 +157,23 @@ def test_names_with_markup_stay_text_also_on_a_phone(browser, tmp_path):
         assert seen.problems() == []
 
 
-@pytest.mark.parametrize("case", ["no rows", "refused", "one point"])
-def test_a_page_with_little_to_show_runs(browser, tmp_path, case):
-    rows = {"no rows": (), "refused": example().rows[-1:], "one point": example().rows[:1]}[case]
+@pytest.mark.parametrize("rows", [(), example().rows[-1:]])
+def test_a_page_with_nothing_to_draw_runs(browser, tmp_path, rows):
     with visit(browser, tmp_path, page(example(rows=rows, maps=()))) as seen:
-        assert seen.page.locator("#trade").count() == (case == "one point")
-        assert (REASON in seen.page.locator("main").inner_text()) == (case == "refused")
+        assert seen.page.locator("#trade").count() == 0
+        assert (REASON in seen.page.locator("main").inner_text()) == bool(rows)
         assert seen.problems() == []
+
+
+def test_axes_hold_few_points(seen):
+    """Exact attention alone, beside an oracle, and where all changes are for the better, or nothing is."""
+    point = "{change: [%s, null, null], time: [2, 1, 3]}"
+    for timed, oracles in (("EXACT", ""), ("EXACT", point % 0.5), (f"EXACT, {point % -0.5}", ""), (point % 0, "")):
+        low, high, left, right = seen.evaluate(
+            f"(({{x, y}}) => [...y, ...x])(tradeScales([{timed}], [{oracles}], 0.01))"
+        )
+        assert low < 0 < 0.01 < high
+        assert left < right
 
 
 WITHOUT_POLICY = r'<meta http-equiv="Content-Security-Policy"[^>]*>'
@@ -176,9 +186,9 @@ LOADS = '<img src="http://127.0.0.1:9/x.png" alt="">'
         (lambda text: text.replace("</h1>", f"{HOSTILE}</h1>"), "a text ran as a script"),
         (lambda text: re.sub(WITHOUT_POLICY, "", text).replace("</h1>", f"{LOADS}</h1>"), "127.0.0.1:9"),
         (lambda text: text.replace("</h1>", f"{LOADS}</h1>"), "Content Security Policy"),
-        (lambda text: text.replace('id="rows"', 'id="other"').replace("if (document.getElementById", "if (!document.getElementById"), "exception"),
+        (lambda text: text.replace("if (document.getElementById", "if (!document.getElementById"), "exception"),
     ],
-)  # fmt: skip
+)
 def test_what_must_not_happen_is_caught(browser, tmp_path, change, problem):
     small = example(rows=(), maps=())
     with visit(browser, tmp_path, change(page(small))) as seen:

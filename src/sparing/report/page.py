@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from sparing.measure.verdict import FASTER, SLOWER, Comparison, Row
 from sparing.report.page_charts import charts, left_out
-from sparing.report.page_table import exact_memory, full_table, heat_map
+from sparing.report.page_table import exact_memory, exact_scores, full_table, heat_map
 
 #: In this order: the table must work even if a chart does not.
 _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "crossover", "heads")
@@ -43,6 +43,7 @@ def page(found: Comparison) -> str:
     return environment.get_template("page.html").render(
         found=found, charts=drawn, left_out=left_out(found), titles=titles, rows=rows, layers=layers, heat=heat,
         winner=winner, chosen=chosen, code=None if chosen is None else code(chosen), exact_memory=exact_memory(found),
+        exact_scores=exact_scores(found),
         style=Markup(_static("page.css")), plotly=Markup(_inside_script(library)),
         script=Markup(_inside_script("\n".join(_static(f"{name}.js") for name in _SCRIPTS))),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
-from sparing.measure.verdict import ORACLE, Comparison, Row
+from sparing.measure.verdict import ORACLE, Comparison, Row, rounded
 from sparing.report.numbers import finite, short_names
 
 
@@ -59,8 +59,9 @@ def left_out(found: Comparison) -> list[str]:
 def crossings(found: Comparison) -> dict[str, Any]:
     """Speed of the attention call over the length; lines have points [length, median, low, high]."""
     lines = [
-        {"method": row.method, "family": row.method.partition("(")[0], "crossover": row.crossover, "points": points}
+        {"method": row.method, "family": row.method.partition("(")[0], "from": pays, "points": points}
         for row in found.rows
+        for pays in [None if row.crossover is None else rounded(row.crossover)]
         if (points := [[each.length, *each.ratio] for each in row.points if _drawable(each.ratio)])
     ]
     return {"lines": lines, "tokens": found.tokens}

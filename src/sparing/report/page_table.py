@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
-from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
+from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
 from sparing.report.numbers import error, finite, megabytes, percent, ratio
+
+SCORES = ("accuracy", "f1", "spearman")  #: against labels; names in `Row.end`
 
 
 class Cell(NamedTuple):
@@ -41,6 +44,13 @@ def heat_map(found: Comparison) -> tuple[list[str], list[tuple[Row, list[Heat]]]
     rows = [row for row in found.rows if row.layers]
     names = list(dict.fromkeys(layer.layer for row in rows for layer in row.layers))
     return names, [(row, [_heat(row, name, i) for i, name in enumerate(names)]) for row in rows]
+
+
+def exact_scores(found: Comparison) -> list[str]:
+    """What the exact model scores against the labels; oracles, measured on fewer documents, do not count."""
+    ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
+    scores = {name: finite(ends.get(f"exact_{name}")) for name in SCORES}
+    return [f"{name} {score:.4f}" for name, score in scores.items() if score is not None]
 
 
 def exact_memory(found: Comparison) -> str | None:
@@ -94,13 +104,18 @@ def _memory(row: Row) -> Cell:
 def _crossover(row: Row) -> Cell:
     if not row.points:
         return Cell()
+    shortest, longest = row.points[0].length, row.points[-1].length
     if row.crossover is None:
-        longest = max(point.length for point in row.points)
-        return Cell(f"none to {longest}", None, f"not faster up to {longest} tokens")
-    shortest = min(point.length for point in row.points)
+        return Cell(f">{longest}", None, f"not faster up to {longest} tokens")
     if row.crossover <= shortest:
-        return Cell(f"\u2264 {shortest}", row.crossover, "faster at all lengths that were raced")
-    return Cell(str(row.crossover), row.crossover)
+        return Cell(f"<{shortest}", row.crossover, "faster at all lengths that were raced")
+    return Cell(rounded(row.crossover).replace(",", ""), row.crossover)
+
+
+def _score(row: Row, name: str) -> Cell:
+    """Against the labels, where there are any."""
+    value, exact = (finite((row.end or {}).get(key)) for key in (name, f"exact_{name}"))
+    return Cell() if value is None or exact is None else Cell(f"{value:.4f}", value, f"exact: {exact:.4f}")
 
 
 _VERDICTS = (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED)  # in the order of use
@@ -109,6 +124,7 @@ _COLUMNS: dict[str, Callable[[Row], Cell]] = {
     "verdict": lambda row: Cell(row.verdict, _VERDICTS.index(row.verdict)),
     "change": lambda row: _mean(row.change),
     "at most": lambda row: _at_most(row.change),
+    **{name: partial(_score, name=name) for name in SCORES},
     "error": lambda row: Cell() if row.error is None else _number(row.error.mean, error),
     "substitution": lambda row: _number(row.substitution, error),
     "keys read": lambda row: _number(row.keys_read, "{:.0f}".format),

@@ -14,10 +14,10 @@ function styled(lines) {
   });
 }
 
-function speedLine({ method, points, crossover, colour: name, symbol, line }, visible) {
+function speedLine({ method, points, from, colour: name, symbol, line }, visible) {
   const paint = colour(name);
   const [lengths, middle, low, high] = [0, 1, 2, 3].map((part) => points.map((point) => point[part]));
-  const pays = crossover === null ? "at none of these lengths faster" : `faster from ${crossover} tokens on`;
+  const pays = from === null ? "at none of these lengths faster" : `faster from about ${from} tokens on`;
   const texts = points.map(([length, ...ratio]) => {
     const [at, first, last] = ratio.map(times);
     return [method, `${at} at ${length} tokens`, `quartiles ${first} to ${last}`, pays];
