@@ -56,15 +56,15 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, print, write."""
+    with needs_cli():
+        from sparing.report.plan import show
+    from sparing.planning.plan import plan
     from sparing.spec import split_specs
 
     specs = None if options.methods is None else split_specs(options.methods)
     target = targets_of(options, ("output",))["output"]
     texts = documents_of(options)
     with progress_bar() as progress:
-        with needs_cli():  # not earlier: the bars of other libraries are silenced before they are imported
-            from sparing.planning.plan import plan
-            from sparing.report.plan import show
         found = plan(
             options.model, texts, tolerance=options.tolerance, metric=options.metric, objective=options.objective,
             coverage=options.coverage, confidence=options.confidence, methods=specs, length=options.length,

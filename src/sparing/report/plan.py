@@ -32,7 +32,7 @@ def show(plan: Plan, *, console: Console) -> None:
     console.print(_figures(plan))
     if plan.holds:
         console.print(_layers(plan))
-    elif plan.candidates and not any(one.used for one in plan.candidates):
+    elif not any(one.used for one in plan.candidates) and any(one.gain for one in plan.candidates):
         console.print(_candidates(plan))
 
 
