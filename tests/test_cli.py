@@ -8,7 +8,10 @@ import sparing
 from sparing.cli import main
 
 METHODS = "window(size=8),multipole(clusters=8, keys=8, window=4),top_keys(keys=8)"
-QUICK = ["--methods", METHODS, "--length", "64", "--documents", "3", "--seeds", "1", "--rounds", "1", "--jobs", "1", "--no-lengths"]
+QUICK = [
+    "--methods", METHODS, "--length", "64", "--documents", "3", "--seeds", "1", "--rounds", "1", "--jobs", "1",
+    "--no-lengths",
+]  # fmt: skip
 
 
 def test_compare_prints_a_readable_table(capsys, tmp_path):
