@@ -171,6 +171,8 @@ def test_a_path_takes_cheap_damage_first_and_leaves_out_what_is_never_worth_it()
     assert path(damages, savings) == [
         {}, {"x": "mild"}, {"x": "fast"}, {"x": "fast", "y": "fast"},
     ]  # fmt: skip
+    assert path(damages, savings, limit=0.05) == [{}, {"x": "mild"}]
+    assert path(damages, savings, limit=0.001) == [{}]
 
 
 def test_deep_models_are_probed_in_groups():

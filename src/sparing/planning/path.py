@@ -1,4 +1,4 @@
-"""From exact attention everywhere to the fastest in every layer, one change of a layer at a time."""
+"""From exact attention everywhere to the fastest that each layer bears, one change of a layer at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Mapping
 Layers = dict[str, str]  #: layer -> spec; a layer that is not named is exact
 
 
-def path(damages: Mapping[str, Mapping[str, float]], savings: Mapping[str, float]) -> list[Layers]:
+def path(
+    damages: Mapping[str, Mapping[str, float]], savings: Mapping[str, float], limit: float = math.inf
+) -> list[Layers]:
     """Recipes, each of which changes one layer of the one before it; the first is empty.
 
-    damages: layer -> spec -> what happens at the end of the model if that layer alone runs it; NaN and infinity: it
-        cannot. savings: spec -> what a call of it saves, above 0.
+    damages: layer -> spec -> what happens at the end of the model if that layer alone runs it; NaN: it cannot.
+    savings: spec -> what a call of it saves, above 0.
+    limit: more damage than that is too much by itself, and would only bar the way to what saves less.
 
     The next change is the one that adds the least damage for what it saves more. So each layer walks along the convex
     hull below its candidates, and no candidate above that is ever taken.
@@ -21,7 +24,7 @@ def path(damages: Mapping[str, Mapping[str, float]], savings: Mapping[str, float
     [{}, {'b': 'window'}, {'b': 'window', 'a': 'window'}, {'b': 'window', 'a': 'nystrom'}]
     """
     usable = {
-        layer: {spec: damage for spec, damage in found.items() if math.isfinite(damage)}
+        layer: {spec: damage for spec, damage in found.items() if math.isfinite(damage) and damage <= limit}
         for layer, found in damages.items()
     }
     steps: list[Layers] = [{}]

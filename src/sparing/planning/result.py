@@ -47,7 +47,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     layers: dict[str, str]  #: what every attention layer runs
     damages: dict[str, dict[str, float]]  #: layer -> method -> mean change where it alone runs that
-    steps: int  #: of the path from exact attention to the fastest candidate in every layer
+    steps: int  #: of the path from exact attention to the fastest that each layer bears
     step: int  #: how far the recipe goes
     calibration: Figures | None  #: of the step that calibration documents chose
     checks: tuple[Figures, ...]  #: of the steps that held-out documents were asked about

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from sparing.measure.timing import Interval
 from sparing.planning.promise import Promise
@@ -45,11 +46,24 @@ def no_layer() -> str:
     return f"{KEEP}no attention layer of the model can run a candidate."
 
 
+def no_single(damages: Mapping[str, Mapping[str, float]], promise: Promise, words: str) -> str:
+    """Each change of one layer is too much."""
+    found = [(damage, spec, layer) for layer, each in damages.items() for spec, damage in each.items()]
+    known = [one for one in found if math.isfinite(one[0])]
+    if not known:
+        return no_layer()
+    damage, spec, layer = min(known)
+    return (
+        f"{KEEP}a single layer is too much already for {promise.tolerance:.2%} ({words}): the mildest, {spec} in "
+        f"{layer}, changes documents by {damage:.2%} on average."
+    )
+
+
 def no_step(first: Figures, promise: Promise, words: str) -> str:
     """Calibration documents allow nothing."""
     return (
-        f"{KEEP}no step leaves enough room within {promise.tolerance:.2%} ({words}); with the mildest, one layer, "
-        f"{first.documents} calibration documents change by {first.mean:.2%} on average, {first.worst:.2%} at worst."
+        f"{KEEP}no step leaves enough room within {promise.tolerance:.2%} ({words}): the first, in one layer, changes "
+        f"{first.documents} calibration documents by {first.mean:.2%} on average, {first.worst:.2%} at worst."
     )
 
 

@@ -86,7 +86,7 @@ class Work:
             runs = Runs(self.given, self.metric, self.store, where, jobs, self.blank, of=self.of, tell=self._tell)
             self.now = "layers one by one"
             self.found["damages"] = self._damages(runs, can)
-            return self._search(runs, path(self.found["damages"], savings))
+            return self._search(runs, path(self.found["damages"], savings, self.promise.tolerance))
 
     def _can(self, specs: Sequence[str]) -> dict[str, list[str]]:
         """What each layer can run; layers that are local by themselves have nothing to save."""
@@ -117,7 +117,7 @@ class Work:
         """The farthest step that keeps the promise, if it gains something."""
         last = len(steps) - 1
         if last == 0:
-            return self._exact(words.no_layer())
+            return self._exact(words.no_single(self.found["damages"], self.promise, self.metric.words))
 
         def changes(documents: Sequence[str], what: str, step: int) -> list[float]:
             self.now = f"{what}: step {step} of {last}"
