@@ -51,7 +51,7 @@ class Plan:
     step: int  #: how far the recipe goes
     calibration: Figures | None  #: of the step that calibration documents chose
     checks: tuple[Figures, ...]  #: of the steps that held-out documents were asked about
-    ceiling: Interval | None  #: gain of the model with the fastest candidate in every layer
+    ceiling: Interval | None  #: gain of the model with what saves most in every layer
     gain: Interval | None  #: of the whole model, exact / recipe: above 1 is better; or of what was refused for it
 
     @property

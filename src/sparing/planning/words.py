@@ -36,7 +36,7 @@ def no_candidate(candidates: Sequence[Candidate], tokens: int, objective: str) -
 def no_ceiling(ceiling: Interval, tokens: int, objective: str) -> str:
     """Attention is too small a part of the model."""
     return (
-        f"{KEEP}even with the fastest candidate in every layer the model is {how_much(ceiling, objective)} at {tokens} "
+        f"{KEEP}even with what saves most in every layer the model is {how_much(ceiling, objective)} at {tokens} "
         "tokens here, which is no gain."
     )
 

@@ -51,7 +51,7 @@ def _figures(plan: Plan) -> Table:
         what = "time" if plan.objective == "time" else "peak memory"
         table.add_row("gain", f"{_ratio(plan.gain)}: {what} of the exact model / with the recipe")
     if plan.ceiling is not None:
-        table.add_row("ceiling", f"{_ratio(plan.ceiling)}: with the fastest candidate in every layer")
+        table.add_row("ceiling", f"{_ratio(plan.ceiling)}: with what saves most in every layer")
     return table
 
 
