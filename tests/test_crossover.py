@@ -5,17 +5,26 @@ import base64
 import pytest
 import torch
 
+from sparing.measure.calls import middle_calls
 from sparing.measure.compare import compare
 from sparing.measure.crossover import Point, crossover, race_at
 from sparing.measure.estimate import Estimate
 from sparing.measure.maps import maps
 from sparing.measure.seconds import seconds
-from sparing.measure.sweep import _calls, fragile
+from sparing.measure.sweep import fragile
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import SLOWER, Row, rounded, summary
 from sparing.method import Projection
+from sparing.transformers.watch import rehearse
 
 from small_models import TEXTS, subject
+
+
+def calls_of(one, ids, spec):
+    calls = []
+    with torch.no_grad(), rehearse(one.model, spec, calls.append):
+        one.run(ids)
+    return calls
 
 
 def points(*pairs):
@@ -52,7 +61,8 @@ def test_a_race_at_a_length_that_no_document_has(name):
     one = subject(name)
     rows, _ = one.encode(TEXTS, 60)
     spec = "monte_carlo(alpha=0.4)" if name == "bert" else "top_keys(keys=1)"
-    seen = [_calls(one, ids, spec)[0] for ids in rows]
+    seen = middle_calls(one, rows, ["nystrom(landmarks=4)", spec])
+    assert len(seen) == 5
     assert isinstance(seen[0].value, Projection) == (name == "bert")
     specs = ["window(size=8)", "nystrom(landmarks=4)", *([spec] if name == "bert" else [])]
     ratios, taken = race_at(seen, specs, 333)
@@ -103,7 +113,7 @@ def test_a_batch_is_what_its_documents_are():
 def test_maps_show_where_heads_look():
     one = subject("llama")
     rows, _ = one.encode(TEXTS[:1], 60)
-    seen = _calls(one, rows[0], "top_keys(keys=1)")
+    seen = calls_of(one, rows[0], "top_keys(keys=1)")
     heads = [(seen[0].layer, 0, 0), (seen[1].layer, 1, 2)]
     exact = maps(one, rows[0], "exact", heads)
     assert [(each.number, each.head, each.method) for each in exact] == [(0, 0, "exact"), (1, 2, "exact")]
@@ -130,7 +140,7 @@ def test_maps_keep_the_choices_of_a_method_that_looks_at_values():
     one = subject()
     rows, _ = one.encode(TEXTS[:1], 60)
     spec = "multipole(clusters=6, keys=6, window=2)"
-    (seen, *_) = _calls(one, rows[0], spec)
+    (seen, *_) = calls_of(one, rows[0], spec)
     found = maps(one, rows[0], spec, [(seen.layer, 0, 1)])[0]
     weights = torch.eye(60).expand(1, seen.key.shape[1], -1, -1)
     values = torch.cat([seen.projected, weights * 1e-6], -1)

@@ -59,7 +59,7 @@ def compare(
     jobs, backend: of joblib, for the errors: None is one process for each core. Each works with one thread, so that the
         numbers are the same whoever works. Times are taken afterwards, alone, with `threads` (None: as torch has it).
 
-    >>> found = sparing.compare("minilm", methods=["window(size=8)"], length=64, documents=3, rounds=1, jobs=1)
+    >>> found = sparing.compare("minilm", methods=["window(size=8)"], length=64, documents=3, jobs=1, lengths=False)
     >>> found.rows[0].verdict
     'not safe'
     """

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from sparing.attention import attention
+from sparing.measure.calls import Side, exact_side, method_side, samples_values
 from sparing.measure.timing import Interval, interval, race
-from sparing.method import Method, Projection, Unsupported
+from sparing.method import Projection, Unsupported
 from sparing.method import method as _method
 from sparing.transformers.watch import Seen
 
@@ -40,11 +39,11 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
     result is how many seconds a quiet round of it takes.
     """
     joined = _joined(seen, length)
-    sides: dict[str, Callable[[], object]] = {"sdpa": _sdpa(joined, whole=False)}
-    if any(_samples(_method(spec), joined) for spec in specs):
-        sides["sdpa with values"] = _sdpa(joined, whole=True)
+    sides: dict[str, Side] = {"sdpa": exact_side(joined, with_values=False)}
+    if any(samples_values(_method(spec), joined) for spec in specs):
+        sides["sdpa with values"] = exact_side(joined, with_values=True)
     for spec in specs:
-        side = _candidate(joined, _method(spec))
+        side = method_side(joined, _method(spec))
         try:
             side()  # warms up
         except Unsupported:
@@ -55,7 +54,7 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
     def ratio(spec: str) -> Interval | None:
         if spec not in taken:
             return None
-        rival = taken["sdpa with values" if _samples(_method(spec), joined) else "sdpa"]
+        rival = taken["sdpa with values" if samples_values(_method(spec), joined) else "sdpa"]
         return interval([a / b for a, b in zip(rival, taken[spec], strict=True)])
 
     return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values()))
@@ -67,7 +66,7 @@ def crossover(points: Sequence[Point]) -> int | None:
     Between two lengths the ratio is taken to follow a power of the length.
 
     >>> crossover([Point(512, Interval(0.5, 0.5, 0.5)), Point(2048, Interval(2.0, 2.0, 2.0))])
-    1036
+    1055
     """
     faster = [point.ratio.median > MARGIN for point in points]
     if not faster or not faster[-1]:
@@ -79,29 +78,6 @@ def crossover(points: Sequence[Point]) -> int | None:
     logs = [math.log(point.ratio.median / MARGIN) for point in (below, above)]
     share = -logs[0] / (logs[1] - logs[0])
     return round(below.length * (above.length / below.length) ** share)
-
-
-def _samples(method: Method, seen: Seen) -> bool:
-    """Whether the method does the work of the values' linear layer, too."""
-    return method.supports.projection and isinstance(seen.value, Projection)
-
-
-def _sdpa(seen: Seen, *, whole: bool) -> Callable[[], object]:
-    ready = seen.projected
-
-    def side() -> object:
-        return scaled_dot_product_attention(
-            seen.query, seen.key, seen.projected if whole else ready, is_causal=seen.call["is_causal"],
-            scale=seen.call["scale"], enable_gqa=seen.call["enable_gqa"],
-        )  # fmt: skip
-
-    return side
-
-
-def _candidate(seen: Seen, method: Method) -> Callable[[], object]:
-    value = seen.value if _samples(method, seen) else seen.projected
-    call = {**seen.call, "method": method}
-    return lambda: attention(seen.query, seen.key, value, **call)
 
 
 def _joined(seen: Sequence[Seen], length: int) -> Seen:

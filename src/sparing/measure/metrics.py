@@ -62,7 +62,9 @@ def f1(ends: Sequence[End], which: str) -> float:
 
 def spearman(ends: Sequence[End], which: str) -> float:
     """Rank correlation of the model's scores with the labels."""
-    found = rank_correlation(*(torch.tensor([end[name] for end in ends], dtype=torch.float64) for name in (f"{which}score", "label")))
+    found = rank_correlation(
+        *(torch.tensor([end[name] for end in ends], dtype=torch.float64) for name in (f"{which}score", "label"))
+    )
     return 0.0 if math.isnan(found) else found
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from sparing.attention import attention
+from sparing.measure.calls import exact_side, method_side, samples_values
 from sparing.measure.memory import peak_extra_bytes
 from sparing.measure.timing import Interval, interval, speed_ratio
-from sparing.method import Method, Projection
+from sparing.method import Method
 from sparing.method import method as _method
 from sparing.tasks.subject import Subject
 from sparing.transformers.watch import Seen, rehearse, swapped
@@ -48,7 +47,11 @@ def seconds(
     seen: list[Seen] = []
     with rehearse(subject.model, method, seen.append, seed=seed):
         subject.run(ids)
-    found = None if not seen else _call_ratio(seen[len(seen) // 2], method, 2 * rounds)
+    found = None
+    if seen:
+        middle = seen[len(seen) // 2]
+        exact = exact_side(middle, with_values=samples_values(method, middle))
+        found = speed_ratio(exact, method_side(middle, method), rounds=2 * rounds)
     slow, fast = _in_turn(subject, lambda: subject.run(ids), method, seed, rounds)
     exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
     with swapped(subject.model, method, seed=seed):
@@ -82,26 +85,6 @@ def _in_turn(
 
 def _ratios(slow: Sequence[float], fast: Sequence[float]) -> Interval:
     return interval([a / b for a, b in zip(slow, fast, strict=True)])
-
-
-def _call_ratio(seen: Seen, method: Method, rounds: int) -> Interval:
-    """Work on the values' linear layer counts on both sides, where the method does it."""
-    call = seen.call
-    whole = method.supports.projection and isinstance(seen.value, Projection)
-
-    def sdpa() -> object:
-        value = seen.projected if whole else ready
-        mask = call["attn_mask"]
-        return scaled_dot_product_attention(
-            seen.query, seen.key, value, attn_mask=mask, is_causal=call["is_causal"] and mask is None,
-            scale=call["scale"], enable_gqa=call["enable_gqa"],
-        )  # fmt: skip
-
-    def candidate() -> object:
-        return attention(seen.query, seen.key, seen.value if whole else ready, **call)
-
-    ready = seen.projected
-    return speed_ratio(sdpa, candidate, rounds=rounds)
 
 
 def _alone(call: Callable[[], object]) -> float:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sparing.measure.calls import middle_calls
 from sparing.measure.cells import Cell, Store, measured
 from sparing.measure.crossover import LENGTHS, PATIENCE, Point, race_at
 from sparing.measure.maps import Map, can_draw, maps
@@ -20,7 +20,7 @@ from sparing.measure.timing import Interval
 from sparing.method import Unsupported
 from sparing.method import method as _method
 from sparing.tasks.subject import Subject
-from sparing.transformers.watch import Seen, rehearse
+from sparing.transformers.watch import Seen
 
 #: Oracles take long, and are yardsticks: the first documents do.
 ORACLE_DOCUMENTS = 2
@@ -125,23 +125,11 @@ class Sweep:
     def _race(self, racers: Sequence[str], length: int, seen: list[Seen], cell: Cell) -> dict[str, Any]:
         with threads(self.here["threads"]):
             if not seen:
-                seen += self._middle()
+                seen += middle_calls(self.given.subject, self.given.rows, [*racers, "top_keys(keys=1)"])
             if not seen:
                 return {"ratios": {}, "seconds": PATIENCE}
             ratios, taken = race_at(seen, racers, length)
         return {"ratios": ratios, "seconds": taken}
-
-    def _middle(self) -> list[Seen]:
-        """What the middle layer is given, of each document."""
-        # A method on the value layer is shown that layer's input, which serves the others, too.
-        samplers = [spec for spec in self.specs if _method(spec).supports.projection]
-        for spec in (*samplers, "top_keys(keys=1)"):
-            try:
-                calls = [_calls(self.given.subject, ids, spec) for ids in self.given.rows]
-            except Unsupported:
-                continue
-            return [each[len(each) // 2] for each in calls if each]
-        return []
 
     def maps(self, found: Found, head: tuple[int, int] | None) -> tuple[Map, ...]:
         """Pictures of the most fragile heads, and of one that the user names."""
@@ -170,14 +158,6 @@ class Sweep:
         self.progress(
             f"{cell.get('method', cell.get('length'))}: {cell['what']}", self.done, max(self.steps, self.done)
         )
-
-
-def _calls(subject: Subject, ids: Tensor, spec: str) -> list[Seen]:
-    """The calls of all layers that can run the method, as the exact model makes them."""
-    calls: list[Seen] = []
-    with torch.no_grad(), rehearse(subject.model, spec, calls.append):
-        subject.run(ids)
-    return calls
 
 
 def fragile(found: Found) -> list[tuple[str, int, int]]:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from sparing.attention import attention
+from sparing.measure.calls import Side, exact_side, method_side, middle_calls, samples_values
 from sparing.measure.crossover import MARGIN
 from sparing.measure.memory import can_measure, peak_extra_bytes
 from sparing.measure.timing import Interval, interval, race
-from sparing.method import Projection, Unsupported
+from sparing.method import Unsupported
 from sparing.method import method as _method
 from sparing.planning.runs import running
 from sparing.tasks.subject import Subject
 from sparing.transformers.recipe import Recipe
-from sparing.transformers.watch import Seen, rehearse
 
 OBJECTIVES = ("time", "memory")
 _ROUNDS = 7  # of attention calls
 _ROUND = 0.02  # seconds of one side, in as many calls as that takes: short calls meet too much noise alone
 _NOISE = 2**20  # bytes that a peak is uncertain by
-
-Side = Callable[[], object]
 
 
 def check_objective(objective: str) -> None:
@@ -44,13 +40,16 @@ def is_gain(ratio: Interval | None) -> bool:
 @torch.no_grad()
 def call_gains(subject: Subject, ids: Tensor, specs: Sequence[str], objective: str) -> dict[str, Interval | None]:
     """SDPA's time or peak over each method's, in a call of the middle layer for a document [n]; None: it cannot run."""
-    seen = _middle(subject, ids, specs)
-    if seen is None:
+    calls = middle_calls(subject, [ids], specs)
+    if not calls:
         return dict.fromkeys(specs)
-    rivals = {whole: _sdpa(seen, whole=whole) for whole in (False, True)}
+    (seen,) = calls
+    rivals = {with_values: exact_side(seen, with_values=with_values) for with_values in (False, True)}
     compared = _race if objective == "time" else _peaks
     return {
-        spec: compared(rivals[_by_value(seen, spec)], side) if _runs(side := _candidate(seen, spec)) else None
+        spec: compared(rivals[samples_values(_method(spec), seen)], side)
+        if _runs(side := method_side(seen, _method(spec)))
+        else None
         for spec in specs
     }
 
@@ -75,41 +74,6 @@ def model_gain(subject: Subject, ids: Tensor, recipe: Recipe, objective: str, ro
             found, exact = approximated(), cost(run)
         ratios.append(exact / found)
     return interval(ratios[1:])  # the first round warms up
-
-
-def _middle(subject: Subject, ids: Tensor, specs: Sequence[str]) -> Seen | None:
-    """What the middle layer is given, of those that can run a method."""
-    # A method on the value layer is shown that layer's input, which serves the others, too.
-    for spec in sorted(specs, key=lambda spec: not _method(spec).supports.projection):
-        seen: list[Seen] = []
-        try:
-            with rehearse(subject.model, spec, seen.append):
-                subject.run(ids)
-        except Unsupported:
-            continue
-        if seen:
-            return seen[len(seen) // 2]
-    return None
-
-
-def _by_value(seen: Seen, spec: str) -> bool:
-    """Whether the method does the work of the values' linear layer, too, so that its rival must."""
-    return _method(spec).supports.projection and isinstance(seen.value, Projection)
-
-
-def _candidate(seen: Seen, spec: str) -> Side:
-    value = seen.value if _by_value(seen, spec) else seen.projected
-    call = {**seen.call, "method": _method(spec)}
-    return lambda: attention(seen.query, seen.key, value, **call)
-
-
-def _sdpa(seen: Seen, *, whole: bool) -> Side:
-    mask, ready = seen.call["attn_mask"], seen.projected
-    return lambda: scaled_dot_product_attention(
-        seen.query, seen.key, seen.projected if whole else ready, attn_mask=mask,
-        is_causal=seen.call["is_causal"] and mask is None, scale=seen.call["scale"],
-        enable_gqa=seen.call["enable_gqa"],
-    )  # fmt: skip
 
 
 def _runs(side: Side) -> bool:
