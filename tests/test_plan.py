@@ -236,12 +236,11 @@ def test_methods_that_cannot_run_are_skipped():
     assert found.candidates[0].gain is None
 
 
-def test_neighbouring_layers_of_deep_models_share_what_they_do(times):
+def test_layers_of_deep_models_change_one_by_one(times):
     found = run(subject("bert", num_hidden_layers=14), methods=["window(size=2)"], tolerance=0.9)
     damage = [found.damages[f"encoder.layer.{i}.attention.self"]["window(size=2)"] for i in range(14)]
-    assert all(damage[i] == damage[i + 1] > 0 for i in range(0, 14, 2))
-    assert len(set(damage)) > 1
-    assert found.steps == 14, "steps are of single layers all the same"
+    assert len(set(damage)) == 14
+    assert found.steps == 14
 
 
 @pytest.mark.parametrize("metric", ["perplexity", "agreement"])

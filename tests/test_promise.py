@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from sparing.planning.binomial import at_most, upper_bound
-from sparing.planning.path import groups, path
+from sparing.planning.damage import damages, groups
+from sparing.planning.path import path
 from sparing.planning.promise import Promise, calibrating
 from sparing.planning.search import check, farthest, figures
 
@@ -178,3 +179,34 @@ def test_a_path_takes_cheap_damage_first_and_leaves_out_what_is_never_worth_it()
 def test_deep_models_are_probed_in_groups():
     assert groups(list("abcdef"), 12) == [[x] for x in "abcdef"]
     assert [len(x) for x in groups(list(range(30)), 12)] == [3] * 10
+
+
+@pytest.mark.parametrize("depth", [6, 30])
+def test_damages_are_those_of_single_layers(depth):
+    """Where they add up and methods differ by a factor; in groups, too, a fragile layer stands out among its neighbours."""
+    draw, asked = random.Random(0), []
+    fragility = {f"layer {i}": draw.uniform(0.1, 1.0) * (50 if i == 4 else 1) for i in range(depth)}
+    harm, savings = {"mild": 0.001, "rough": 0.004, "odd": 0.002}, {"mild": 0.2, "rough": 0.6, "odd": 0.3}
+    can = {name: ["mild", "rough"] + ["odd"] * (i % 2) for i, name in enumerate(fragility)}
+
+    def probe(recipes):
+        asked.extend(recipes)
+        return [
+            [factor * sum(harm[s] * fragility[n] for n, s in layers.items()) for factor in (0.5, 1.5)]
+            for layers in recipes
+        ]
+
+    found = damages(can, savings, probe)
+    assert {name: sorted(each) for name, each in found.items()} == {name: sorted(each) for name, each in can.items()}
+    for name, each in found.items():
+        for spec, damage in each.items():
+            assert damage == pytest.approx(harm[spec] * fragility[name])
+    singles = sum(map(len, can.values()))
+    assert len(asked) == singles if depth == 6 else len(asked) < singles - 10
+
+
+def test_layers_that_do_nothing_share_nothing():
+    can = {f"layer {i}": ["window"] for i in range(30)}
+    assert damages(can, {"window": 0.5}, lambda asked: [[0.0]] * len(asked))["layer 3"] == {"window": 0.0}
+    gone = damages(can, {"window": 0.5}, lambda asked: [[math.nan]] * len(asked))
+    assert math.isnan(gone["layer 3"]["window"])

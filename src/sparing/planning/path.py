@@ -43,13 +43,3 @@ def path(
 def _of(table: Mapping[str, float], spec: str | None) -> float:
     """Nothing, for exact attention."""
     return 0.0 if spec is None else table[spec]
-
-
-def groups(layers: list[str], most: int) -> list[list[str]]:
-    """Neighbours together, in at most so many groups of one size.
-
-    >>> groups(["a", "b", "c", "d", "e"], 3)
-    [['a', 'b'], ['c', 'd'], ['e']]
-    """
-    size = -(-len(layers) // most)
-    return [layers[start : start + size] for start in range(0, len(layers), size)]

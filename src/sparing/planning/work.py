@@ -14,7 +14,8 @@ from sparing.measure.prepare import Prepared, fingerprint
 from sparing.method import method as _method
 from sparing.planning import words
 from sparing.planning.clock import is_gain
-from sparing.planning.path import Layers, groups, path
+from sparing.planning.damage import GROUPS, damages
+from sparing.planning.path import Layers, path
 from sparing.planning.promise import Promise, calibrating
 from sparing.planning.result import Candidate, Plan, about
 from sparing.planning.runs import Runs, packed
@@ -25,7 +26,6 @@ from sparing.transformers.find import find
 from sparing.transformers.recipe import Recipe
 
 PROBES = 3  #: calibration documents that tell how much damage a method does in a layer
-GROUPS = 12  #: deeper models have neighbouring layers probed together, and their damage divided
 
 
 class Work:
@@ -77,7 +77,7 @@ class Work:
         if not can:
             return self._exact(words.no_layer())
         self._expect(can)
-        self.now = "the model with the fastest candidates"
+        self.now = "the model with what saves most"
         ceiling = self.timed.model({layer: max(able, key=savings.__getitem__) for layer, able in can.items()})
         self.found["ceiling"] = ceiling
         if not is_gain(ceiling):
@@ -85,7 +85,8 @@ class Work:
         with packed(self.given, jobs) as where:
             runs = Runs(self.given, self.metric, self.store, where, jobs, self.blank, of=self.of, tell=self._tell)
             self.now = "layers one by one"
-            self.found["damages"] = self._damages(runs, can)
+            probes = self.calibration[:PROBES]
+            self.found["damages"] = damages(can, savings, lambda asked: runs.changes(asked, probes))
             return self._search(runs, path(self.found["damages"], savings, self.promise.tolerance))
 
     def _can(self, specs: Sequence[str]) -> dict[str, list[str]]:
@@ -96,22 +97,6 @@ class Work:
             if layer.window is None
         }
         return {name: able for name, able in found.items() if able}
-
-    def _damages(self, runs: Runs, can: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
-        """What each candidate does to the end of the model in each layer alone, on a few calibration documents."""
-        specs = dict.fromkeys(spec for able in can.values() for spec in able)
-        asked = [
-            (spec, members)
-            for group in groups(list(can), GROUPS)
-            for spec in specs
-            if (members := [layer for layer in group if spec in can[layer]])
-        ]
-        found = runs.changes([dict.fromkeys(members, spec) for spec, members in asked], self.calibration[:PROBES])
-        damages: dict[str, dict[str, float]] = {layer: {} for layer in can}
-        for (spec, members), changes in zip(asked, found, strict=True):
-            for layer in members:
-                damages[layer][spec] = sum(changes) / len(changes) / len(members)
-        return damages
 
     def _search(self, runs: Runs, steps: Sequence[Layers]) -> Plan:
         """The farthest step that keeps the promise, if it gains something."""
@@ -147,7 +132,8 @@ class Work:
     def _expect(self, can: Mapping[str, Sequence[str]]) -> None:
         """About how many runs there will be."""
         options = sum(len(able) for able in can.values())
-        probes = PROBES * -(-options // -(-len(can) // GROUPS))
+        together = -(-len(can) // GROUPS)
+        probes = PROBES * (-(-options // together) + (len(can) if together > 1 else 0))
         bisection = math.ceil(math.log2(options + 1))
         self.steps = 4 + probes + (1 + bisection) * len(self.calibration) + 3 * len(self.held_out)
 
