@@ -18,7 +18,7 @@ def damages(
     """layer -> method -> mean change at the end of the model; NaN: it cannot run there after all.
 
     can: layer -> methods that it can run. Up to `GROUPS` layers are probed one by one. Of more, neighbours are probed
-    together for each method, and one by one for the method that saves most, which tells how they share the others' harm.
+    together for each method, and one by one for the method that saves most, which tells how they share others' harm.
     """
     ask: list[Layers] = []
     parts = groups(list(can), GROUPS)
