@@ -72,6 +72,7 @@ def plan(
     for name, wrong in (("texts", texts), ("methods", methods)):
         if isinstance(wrong, str):
             raise ValueError(f"{name}={wrong[:40]!r} must be a list, not one string")
+    named = None if methods is None else _usable(methods)
     data = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
     drawn = _drawn(data, DOCUMENTS if documents is None else documents, seed)
     promise.refuse_few(len(drawn))
@@ -82,7 +83,9 @@ def plan(
     promise.refuse_few(len(given.rows))
     store, here = Store(cache), machine()
     store.prepare()
-    chosen, specs = _metric(given.subject, metric), _candidates(given, methods)
+    chosen = _metric(given.subject, metric)
+    causal = given.subject.kind == "language model"
+    specs = named or [spec for spec in ladder(given.tokens, causal=causal) if not _method(spec).oracle]
     with evaluating(given.subject.model):
         work = Work(given, promise, chosen, objective, store, here, seed=seed, rounds=rounds, progress=progress)
         return work.plan(specs, workers)
@@ -121,13 +124,13 @@ def _metric(subject: Subject, name: str | None) -> Metric:
     return known[name] if name is not None else next(iter(known.values()))
 
 
-def _candidates(given: Prepared, methods: Sequence[str] | None) -> list[str]:
-    causal = given.subject.kind == "language model"
-    asked = [_method(spec) for spec in (methods if methods is not None else ladder(given.tokens, causal=causal))]
+def _usable(methods: Sequence[str]) -> list[str]:
+    """The specs, each once, after a look at whether they can be planned with."""
+    asked = [_method(spec) for spec in methods]
     oracles = [str(method) for method in asked if method.oracle]
-    if methods is not None and oracles:
+    if oracles:
         raise ValueError(f"methods: {oracles[0]} is an oracle, which needs the exact result; it cannot be planned")
-    specs = list(dict.fromkeys(str(method) for method in asked if not method.oracle and method.name != "exact"))
+    specs = list(dict.fromkeys(str(method) for method in asked if method.name != "exact"))
     if not specs:
         raise ValueError("methods is empty; name at least one, such as 'window(size=64, sinks=1)'")
     return specs
