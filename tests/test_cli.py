@@ -131,3 +131,44 @@ def test_a_report_that_lacks_something_is_named(capsys, tmp_path):
     path.write_text('{"format": 1, "rows": [{"method": "window"}]}')
     assert main(["report", str(path)]) == 2
     assert "lacks something, or has too much" in capsys.readouterr().err
+
+
+def test_files_are_what_the_user_named(capsys, tmp_path, monkeypatch):
+    """A link is followed, something that is no file is refused, and two results do not share one name."""
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("before")
+    link.symlink_to(real)
+    assert main(["compare", *QUICK, "--no-cache", "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["format"] == 1
+    capsys.readouterr()
+    for given, message in (
+        (["--json", str(real), "--html", str(link)], "--json and --html name the same file"),
+        (["--json", "/dev/null"], "--json=/dev/null cannot be written"),
+        (["--cache", str(real)], f"cache: {real} is not a folder"),
+    ):
+        assert main(["compare", *QUICK, *given]) == 2
+        assert capsys.readouterr().err == f"sparing compare: {message}\n"
+
+
+def test_a_disk_that_is_full_is_named_and_leaves_nothing(capsys, tmp_path, monkeypatch):
+    import os
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "found.html"
+    monkeypatch.setattr(os, "replace", full)
+    assert main(["compare", *QUICK, "--no-cache", "--html", str(target)]) == 2
+    assert capsys.readouterr().err == f"sparing compare: [Errno 28] No space left on device: '{target}'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_expected_is_one_line_too(capsys, monkeypatch, tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert main(["report", str(tmp_path / "deep.json")]) == 2
+    assert capsys.readouterr().err.startswith("sparing report: RecursionError: ")
+    with pytest.raises(RecursionError):
+        main(["report", str(tmp_path / "deep.json"), "--debug"])
+    assert main(["plan", "-o", str(tmp_path / "recipe")]) == 2
+    assert "a recipe is a .json file" in capsys.readouterr().err

@@ -22,10 +22,10 @@ from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
 from sparing.report.table import show
 from sparing.tasks.documents import Documents
-from sparing.tasks.subject import load
+from sparing.tasks.subject import Subject, load
 
 from small_models import TEXTS, Bytes, classifier, subject
-from zoo import SMALL, TOKENS
+from zoo import SMALL, TOKENS, build
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_end_of_an_encoder():
 
 def test_the_end_of_a_classifier():
     for labels, words in (
-        (3, {"exact_class", "class", "agreement", "change"}),
+        (3, {"exact_class", "class", "agreement", "change", "classes"}),
         (1, {"exact_score", "score", "change"}),
     ):
         one = classifier(labels)
@@ -292,6 +292,56 @@ def test_labels_of_many_are_judged_one_by_one():
     assert found == pytest.approx(float((exact - other).abs().max()), rel=1e-3)
 
 
+def test_weights_that_are_missing_are_not_drawn(tmp_path):
+    from transformers import AutoTokenizer
+
+    from sparing.tasks import minilm
+
+    build("bert").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(minilm.weights_folder()).save_pretrained(tmp_path)
+    assert load(str(tmp_path)).kind == "encoder"
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
+    with pytest.raises(ValueError, match=r"has no weights for classifier\.bias and others, which would be drawn"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_language_models_load_from_a_folder(name, tmp_path):
+    from transformers import AutoTokenizer
+
+    from sparing.tasks import minilm
+
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(minilm.weights_folder()).save_pretrained(tmp_path)
+    assert load(str(tmp_path)).fingerprint == Subject("x", model, None).fingerprint
+
+
+def test_a_classifier_that_cannot_tell_padding_runs_documents_alone():
+    one = classifier(3)
+    one.model.config.pad_token_id = None
+    found = run(one, methods=["window(size=4)"], batch=4)
+    assert found.batch == 1
+    assert found.rows[0].time.batched is None
+
+
+def test_positions_behind_those_of_padding_are_not_counted():
+    model = build("roberta", pad_token_id=3)
+    assert Subject("x", model, None).positions == model.config.max_position_embeddings - 4
+    with torch.no_grad():
+        model(torch.ones(1, 508, dtype=torch.long) * 5)
+    assert subject().positions == 512
+
+
+def test_pairs_are_not_the_same_as_documents(tmp_path):
+    """The same four texts as two pairs, after they were measured as four documents."""
+    methods = {"methods": ["top_keys(keys=2)"], "cache": tmp_path}
+    pairs = Documents("pairs", tuple(TEXTS[:2]), pairs=tuple(TEXTS[2:4]))
+    run(subject(), TEXTS[:4], **methods)
+    assert numbers(run(subject(), pairs, **methods)) == numbers(run(subject(), pairs, methods=["top_keys(keys=2)"]))
+
+
 def test_positions_are_repeated_where_the_user_says_so():
     one = subject()
     texts = [TEXTS[0] * 8, TEXTS[1] * 8]
@@ -327,6 +377,9 @@ def test_the_sentence_on_top():
         "On 4 documents of up to 99 tokens, window(size=8) is 1.50x as fast as the exact model here, and within 1.00% "
         "(m): 0.20% on average."
     )
+    exact = replace(row(SLOWER, 1.0), method="exact")
+    assert "no setting stays" in summary([row(UNSAFE, 2.0), exact], 4, 99, 0.01, "m"), "exact attention is no setting"
+    assert "within 0.0002%" in summary([row(UNSAFE, 2.0)], 4, 99, 2e-6, "m")
     assert "nothing that could replace it was measured" in summary([row(ORACLE, 1.0)], 4, 99, 0.01, "m")
     assert "one document has no interval" in summary([row(UNSAFE, 2.0)], 1, 99, 0.01, "m")
 

@@ -88,6 +88,7 @@ def test_standard_input(monkeypatch):
         ("a.csv", b"text\nx", {"column": "body"}, r"a.csv has no column 'body'; it has 'text'"),
         ("a.csv", b"text\nx", {"whole": True}, r"a.csv is a table; --whole is for plain text"),
         ("a.txt", b"x", {"column": "body"}, r"a.txt is plain text and has no column 'body'; use .jsonl"),
+        ("a.csv", b"text,m\nthe cat, said he,0", {}, r"a.csv, line 2 has more cells than the header has names"),
         ("a.txt", b"x", {"pair": "other"}, r"a.txt is plain text and has no second column 'other'"),
         ("a.jsonl", b'{"text": "x"}', {"pair": "other"}, r"a.jsonl has no column 'other'; it has 'text'"),
         ("a.jsonl", b'{"text": "x", "b": 1}', {"pair": "b"}, r"a.jsonl, row 1: 'b' is int, not a text"),

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sparing.measure.compare import compare
-from sparing.measure.estimate import estimate, jackknife
+from sparing.measure.estimate import estimate, jackknife, proportion
 from sparing.measure.metrics import accuracy, f1, metric_of, metrics_of, nearest_accuracy, scores, spearman
+from sparing.report.page import page
 from sparing.tasks.documents import Documents
 
 from small_models import TEXTS, classifier, subject
@@ -15,9 +16,34 @@ from small_models import TEXTS, classifier, subject
 QUICK = {"methods": ["window(size=2)"], "length": 60, "rounds": 1, "jobs": 1, "lengths": False, "batch": 1}
 
 
+LABELLED = Documents("labelled", tuple(TEXTS), (0, 1, 0, 1, 0))
+
+
+def test_few_documents_that_agree_do_not_show_that_all_do():
+    """Counts that are all the same have a spread of 0, and an interval all the same."""
+    one = classifier(3)
+    row = compare(one, TEXTS, metric="agreement", **{**QUICK, "methods": ["window(size=1000)"]}).rows[0]
+    assert (row.change.mean, row.verdict) == (0.0, "not safe")
+    assert row.change.high == pytest.approx(1 - 0.025 ** (1 / 5))
+    row = compare(one, LABELLED, metric="accuracy", **{**QUICK, "methods": ["window(size=1000)"]}).rows[0]
+    assert row.change.most == pytest.approx(1 - 0.025 ** (1 / 5))
+    assert proportion(3, 10).low < 0.3 < proportion(3, 10).high
+    assert proportion(10, 10).high == 1.0
+
+
+def test_an_oracle_on_two_documents_has_no_neighbours():
+    found = compare(
+        subject(), TEXTS, metric="neighbours", **{**QUICK, "methods": ["window(size=4)", "top_keys(keys=4)"]}
+    )
+    assert [row.change is None for row in found.rows] == [False, True]
+    assert type(found).from_json(found.to_json()) == found
+    page(found)
+
+
 def ends(classes, exact, labels):
     rows = zip(classes, exact, labels, strict=True)
-    return [{"class": float(a), "exact_class": float(b), "label": float(c)} for a, b, c in rows]
+    size = {"classes": max(*classes, *labels, 1) + 1}
+    return [{"class": float(a), "exact_class": float(b), "label": float(c), **size} for a, b, c in rows]
 
 
 def test_accuracy_and_f1_by_hand():
@@ -27,6 +53,10 @@ def test_accuracy_and_f1_by_hand():
     assert f1(known, "") == pytest.approx(2 * 1 / (2 + 2))
     many = ends([0, 1, 2, 2], [0, 1, 2, 2], [0, 1, 2, 1])
     assert f1(many, "") == pytest.approx((1 + 2 / 3 + 2 / 3) / 3), "macro, with more than two classes"
+    odd = ends([0, 1, 2, 1], [0, 1, 0, 1], [0, 1, 0, 1])
+    assert f1(odd, "exact_") == 1.0
+    assert f1(odd, "") == pytest.approx((2 / 3 + 1) / 2), "of the labels' classes on both sides"
+    assert math.isnan(f1(ends([0, 0], [0, 0], [0, 0]), "")), "where nothing is class 1 it says nothing"
 
 
 def test_rank_correlation_with_labels():
@@ -37,7 +67,7 @@ def test_rank_correlation_with_labels():
     known = [{"score": float(a), "exact_score": float(b), "label": float(b)} for a, b in zip(x, y, strict=True)]
     assert spearman(known, "exact_") == pytest.approx(1.0)
     assert spearman(known, "") == pytest.approx(float(spearmanr(x, y).statistic))
-    assert spearman([{"score": 1.0, "label": float(i)} for i in range(3)], "") == 0.0, "a constant knows nothing"
+    assert math.isnan(spearman([{"score": 1.0, "label": float(i)} for i in range(3)], "")), "a constant has no rank"
 
 
 def test_an_interval_by_leaving_out_one():
@@ -58,8 +88,9 @@ def test_a_classifier_against_labels():
     assert row.change.mean == pytest.approx(1 - row.end["accuracy"])
     names = tuple(one.model.config.id2label[label] for label in exact)
     assert compare(one, Documents("named", tuple(TEXTS), names), metric="f1", **QUICK).rows[0].end == row.end
-    with pytest.raises(ValueError, match=r"label 'no such' is neither a number nor a class of the model"):
-        compare(one, Documents("bad", tuple(TEXTS), ("no such",) * 5), **QUICK)
+    for bad in ("no such", ["LABEL_1"], "nan"):
+        with pytest.raises(ValueError, match=r"is no number, nor a class of the model, such as 'LABEL_0'"):
+            compare(one, Documents("bad", tuple(TEXTS), (bad,) * 5), **QUICK)
 
 
 def test_a_score_against_labels():
@@ -95,6 +126,11 @@ def test_pairs_of_texts():
     assert row.end["exact_score"] == pytest.approx(mean_similarity(), abs=1e-6)
     with sparing.approximate(one.model, "window(size=2)"):
         assert row.end["score"] == pytest.approx(mean_similarity(), abs=1e-6)
+    same = Documents("same", tuple(TEXTS), (1.0,) * 5, pairs=pairs)
+    assert compare(one, same, metric="spearman", tolerance=0.9, **QUICK).rows[0].verdict == "not safe"
+    words = Documents("words", tuple(TEXTS), ("yes", "no", "yes", "no", "no"), pairs=pairs)
+    with pytest.raises(ValueError, match=r"label 'yes' is no number"):
+        compare(one, words, metric="spearman", **QUICK)
     with pytest.raises(ValueError, match=r"pair: .* the model is a classifier"):
         compare(classifier(3), given, **QUICK)
 
@@ -122,8 +158,18 @@ def test_the_agreement_of_a_language_model():
 def test_metrics_that_a_model_or_its_documents_do_not_have():
     with pytest.raises(ValueError, match=r"metric='accuracy' is not one of perplexity, agreement, which a model"):
         compare(subject("llama"), TEXTS, metric="accuracy", **QUICK)
-    with pytest.raises(ValueError, match=r"metric='accuracy' needs label and class of each document"):
-        compare(classifier(3), TEXTS, metric="accuracy", **QUICK)
+    for one, name, message in (
+        (classifier(3), "accuracy", "labels: name their column with --label"),
+        (classifier(1), "agreement", "a model with classes, and this one has a score"),
+        (classifier(3), "spearman", "a model with a score, or pairs of texts"),
+        (subject(), "spearman", "labels"),
+    ):
+        with pytest.raises(ValueError, match=f"metric='{name}' needs {message}"):
+            compare(
+                one, TEXTS if message != "a model with a score, or pairs of texts" else LABELLED, metric=name, **QUICK
+            )
+    with pytest.raises(ValueError, match=r"metric='neighbours' needs three documents at least"):
+        compare(subject(), TEXTS[:2], metric="neighbours", **QUICK)
     assert next(iter(metrics_of("encoder"))) == metric_of("encoder", None).name == "cosine"
     assert scores("classifier", ends([1], [1], [1])) == {
         "exact_accuracy": 1.0, "accuracy": 1.0, "exact_f1": 1.0, "f1": 1.0,

@@ -10,10 +10,10 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import sparing
 from sparing.cli import main
+from sparing.measure.binomial import upper_bound
 from sparing.measure.memory import can_measure
 from sparing.measure.timing import Interval
 from sparing.planning import clock, runs
-from sparing.planning.binomial import upper_bound
 from sparing.planning.plan import plan
 from sparing.planning.promise import Promise
 from sparing.tasks.documents import Documents
@@ -237,7 +237,8 @@ def test_methods_that_cannot_run_are_skipped():
 
 
 def test_layers_of_deep_models_change_one_by_one(times):
-    found = run(subject("bert", num_hidden_layers=14), methods=["window(size=2)"], tolerance=0.9)
+    few = {"coverage": 0.5, "confidence": 0.5, "texts": texts(6)}
+    found = run(subject("bert", num_hidden_layers=14), methods=["window(size=2)"], tolerance=0.9, **few)
     damage = [found.damages[f"encoder.layer.{i}.attention.self"]["window(size=2)"] for i in range(14)]
     assert len(set(damage)) == 14
     assert found.steps == 14
@@ -422,7 +423,7 @@ def test_the_command_writes_the_empty_recipe_too(times, lines, capsys, tmp_path)
         (["--length", "4096"], "length=4096 is more than the 512 positions"),
         (["--data", "none.txt"], "there is no file none.txt"),
         (["-o", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
-        (["-o", "/"], "--output=/ cannot be written"),
+        (["-o", "/tmp"], "--output=/tmp: a recipe is a .json file"),
         (["/no/such/model"], "there is no folder /no/such/model"),
     ],
 )

@@ -7,7 +7,7 @@ import random
 import pytest
 from scipy import stats
 
-from sparing.planning.binomial import at_most, upper_bound
+from sparing.measure.binomial import at_most, upper_bound
 from sparing.planning.damage import damages, groups
 from sparing.planning.path import path
 from sparing.planning.promise import Promise, calibrating

@@ -19,13 +19,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in _COMMANDS:
         command.add(commands)
+    for each in commands.choices.values():
+        each.add_argument("--debug", action="store_true", help="show where an error came from")
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        if getattr(options, "debug", False):
+    except Exception as error:
+        if options.debug:
             raise
-        sys.stderr.write(f"sparing {options.command}: {error}\n")
+        expected = isinstance(error, ValueError | TypeError | ModuleNotFoundError | OSError)
+        said = str(error) if expected else f"{type(error).__name__}: {error} (--debug shows where)"
+        sys.stderr.write(f"sparing {options.command}: {said}\n")
         return 2
     except KeyboardInterrupt:
         if not hasattr(options, "no_cache"):

@@ -71,7 +71,6 @@ def add(commands: Any) -> None:
         "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything anew, and keep nothing")
-    parser.add_argument("--debug", action="store_true", help="show where an error came from")
 
 
 def run(options: argparse.Namespace) -> int:

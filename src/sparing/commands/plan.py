@@ -51,7 +51,6 @@ def add(commands: Any) -> None:
         "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything anew, and keep nothing")
-    parser.add_argument("--debug", action="store_true", help="show where an error came from")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,6 +61,10 @@ def run(options: argparse.Namespace) -> int:
     from sparing.spec import split_specs
 
     specs = None if options.methods is None else split_specs(options.methods)
+    if not options.output.endswith(".json"):
+        raise ValueError(
+            f"--output={options.output}: a recipe is a .json file; approximate() takes other names for methods"
+        )
     target = targets_of(options, ("output",))["output"]
     texts = documents_of(options)
     with progress_bar() as progress:

@@ -27,7 +27,7 @@ def console_of() -> Any:
     """At least 100 columns wide: a number that is cut off is worse than a line that wraps."""
     with needs_cli():
         from rich.console import Console
-    return Console(width=max(100, Console().width))
+    return Console(width=max(100, Console().width), emoji=False)
 
 
 @contextmanager
@@ -63,15 +63,18 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
 def targets_of(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Path]:
     """The files that options of these names ask for; an error now is better than one after the work."""
     given = {name: getattr(options, name) for name in names}
-    return {name: _target(f"--{name}", path) for name, path in given.items() if path is not None}
+    found = {name: _target(f"--{name}", path) for name, path in given.items() if path is not None}
+    if len(set(found.values())) < len(found):
+        raise ValueError(f"{' and '.join(f'--{name}' for name in found)} name the same file")
+    return found
 
 
 def _target(option: str, path: str) -> Path:
-    target = Path(path)
-    folder = target.absolute().parent
+    target = Path(path).resolve()  # what a link leads to is written, not the link
+    folder = target.parent
     if not folder.is_dir():
         raise ValueError(f"{option}={path}: there is no folder {folder}")
-    if target.is_dir() or not os.access(folder, os.W_OK):
+    if (target.exists() and not target.is_file()) or not os.access(folder, os.W_OK):
         raise ValueError(f"{option}={path} cannot be written")
     return target
 

@@ -34,6 +34,8 @@ class Store:
         """Make the folder; an error now is better than one after the first result."""
         if self.folder is None:
             return
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"cache: {self.folder} is not a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise ValueError(f"cache: {self.folder} cannot be written to")
@@ -62,9 +64,11 @@ def write_whole(path: Path, text: str) -> None:
             file.write(text)
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 

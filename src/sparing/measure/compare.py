@@ -10,12 +10,14 @@ from typing import Any
 from sparing.measure.cells import Store
 from sparing.measure.ladder import ladder
 from sparing.measure.machine import machine
-from sparing.measure.metrics import metric_of
+from sparing.measure.metrics import metric_of, refuse_metric
 from sparing.measure.prepare import evaluating, prepare
 from sparing.measure.sweep import Sweep
 from sparing.measure.verdict import Comparison, row_of, summary
 from sparing.method import method as _method
 from sparing.tasks.documents import Documents
+from sparing.tasks.subject import Subject
+from sparing.transformers.find import find
 
 
 def compare(
@@ -82,7 +84,12 @@ def compare(
     specs = list(dict.fromkeys(str(_method(spec)) for spec in asked))
     if not specs:
         raise ValueError("methods is empty; name at least one, such as 'multipole(keys=76)'")
+    refuse_metric(chosen, given)
+    if head is not None:
+        _refuse_head(head, subject)
     together = min((1 if causal else 4) if batch is None else batch, len(given.rows))
+    if subject.kind == "classifier" and subject.model.config.pad_token_id is None:
+        together = 1  # it could not tell padding from text
     store, here = Store(cache), {**machine(), **({} if threads is None else {"threads": threads})}
     store.prepare()
     sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=progress)
@@ -100,3 +107,10 @@ def compare(
         chosen.words, tolerance, seeds, here, together, sweep.padding, table,
         summary(table, len(given.rows), given.tokens, tolerance, chosen.words), drawn,
     )  # fmt: skip
+
+
+def _refuse_head(head: tuple[int, int], subject: Subject) -> None:
+    layers, heads = len(find(subject.model)), getattr(subject.model.config, "num_attention_heads", None)
+    if not 0 <= head[0] < layers or head[1] < 0 or (heads is not None and head[1] >= heads):
+        most = "" if heads is None else f" and heads 0 to {heads - 1}"
+        raise ValueError(f"head={head[0]}.{head[1]}: the model has layers 0 to {layers - 1}{most}")

@@ -51,7 +51,13 @@ def _of_classifier(exact: Digest, found: Digest) -> dict[str, float]:
     likely = torch.sigmoid if exact["apart"] else lambda x: x.softmax(-1)
     change = float((likely(a) - likely(b)).abs().max())
     same = float(a.argmax() == b.argmax())
-    return {"exact_class": float(a.argmax()), "class": float(b.argmax()), "agreement": same, "change": change}
+    return {
+        "exact_class": float(a.argmax()),
+        "class": float(b.argmax()),
+        "agreement": same,
+        "change": change,
+        "classes": len(a),
+    }
 
 
 #: What is said about a document, by kind of model, from the digests of its two outputs, the exact one first;

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from sparing.measure.binomial import upper_bound
+
 T = TypeVar("T")
 
 
@@ -42,6 +44,19 @@ def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
         return Estimate(mean, None, None, len(values))
     half = student((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half, len(values))
+
+
+def proportion(happened: float, count: int, *, level: float = 0.95) -> Estimate:
+    """How often something happens, by Clopper and Pearson: four documents that agree do not show that all do.
+
+    >>> round(proportion(0, 4).high, 2)
+    0.6
+    """
+    if not math.isfinite(happened):
+        return Estimate(math.nan, None, None, count)
+    tail = (1 + level) / 2
+    low = 1 - upper_bound(count - math.floor(happened), count, tail)
+    return Estimate(happened / count, low, upper_bound(math.ceil(happened), count, tail), count)
 
 
 def jackknife(statistic: Callable[[Sequence[T]], float], items: Sequence[T]) -> Estimate:

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Prepared:
     @property
     def fingerprint(self) -> str:
         """Of the tokens: what a model makes of them hangs on nothing else."""
-        return fingerprint([*self.rows, *(self.pairs or ())])
+        return fingerprint(self.rows) + ("" if self.pairs is None else f" with {fingerprint(self.pairs)}")
 
     @property
     def typical(self) -> Tensor:
@@ -95,7 +96,9 @@ def prepare(
     if not kept:
         raise ValueError("texts: none has two tokens")
     source = (str(model), new, subject.fingerprint) if isinstance(model, str | Path) else subject
-    labels = None if given.labels is None else tuple(_label(given.labels[number], subject) for number in kept)
+    labels = None
+    if given.labels is not None:
+        labels = tuple(_label(given.labels[number], subject, pairs is not None) for number in kept)
     return Prepared(
         subject, source, tuple(rows[number] for number in kept),
         None if pairs is None else tuple(pairs[number] for number in kept), labels, given.name, given.fingerprint,
@@ -163,15 +166,20 @@ def _subject(model: Any, tokenizer: Any) -> Subject:
     return found if found.kind != "encoder" else Subject(found.name, model.base_model, tokenizer)
 
 
-def _label(label: Any, subject: Subject) -> float:
+def _label(label: Any, subject: Subject, paired: bool) -> float:
     """A number: of a class by its name, or as it is."""
     known = getattr(subject.model.config, "label2id", None) or {}
-    if subject.kind == "classifier" and label in known:
+    if subject.kind == "classifier" and isinstance(label, str) and label in known:
         return float(known[label])
     try:
-        return float(label)
+        number = float(label)
     except (TypeError, ValueError):
-        if subject.kind == "classifier":
-            names = ", ".join(map(str, list(known)[:6]))
-            raise ValueError(f"label {label!r} is neither a number nor a class of the model, such as {names}") from None
-        return float(int(hashlib.sha256(str(label).encode()).hexdigest()[:12], 16))  # equal labels are all that counts
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    if subject.kind == "encoder" and not paired:  # equal or not is all that counts
+        return float(int(hashlib.sha256(str(label).encode()).hexdigest()[:12], 16))
+    names = (
+        f", nor a class of the model, such as {next(iter(known))!r}" if subject.kind == "classifier" and known else ""
+    )
+    raise ValueError(f"label {label!r} is no number{names}")

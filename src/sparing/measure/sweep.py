@@ -49,7 +49,7 @@ class Sweep:
         self.batch = given.rows[:batch] if batch > 1 else ()
         self.of = {
             "model": given.subject.fingerprint, "tokens": given.fingerprint,
-            "versions": [here["torch"], here["sparing"]],
+            "versions": [here["torch"], here["transformers"], here["sparing"]],
         }  # fmt: skip
         self.done, self.steps = 0, len(self._quality_cells()) + len(specs) + len(LENGTHS)
 
@@ -89,12 +89,19 @@ class Sweep:
 
     def seconds(self) -> dict[str, dict[str, Any]]:
         """Times and memory of every method, one after the other."""
-        cells: list[Cell] = [self._timed("seconds", method=spec, batch=len(self.batch)) for spec in self.specs]
+        cells: list[Cell] = [
+            {
+                "what": "seconds",
+                **self.of,
+                "machine": self.here,
+                "rounds": self.rounds,
+                "method": spec,
+                "batch": len(self.batch),
+            }
+            for spec in self.specs
+        ]
         found = measured(cells, self._seconds, self.store, done=self._tell)
         return dict(zip(self.specs, found, strict=True))
-
-    def _timed(self, what: str, **more: Any) -> Cell:
-        return {"what": what, **self.of, "rounds": self.rounds, "machine": self.here, **more}
 
     def _seconds(self, cell: Cell) -> dict[str, Any]:
         with threads(self.here["threads"]):
@@ -112,7 +119,7 @@ class Sweep:
         found: dict[str, list[Point]] = {spec: [] for spec in racers}
         seen: list[Seen] = []  # when it is first needed
         for length in LENGTHS if racers else ():
-            cell = self._timed("race", methods=racers, length=length)
+            cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
             race = functools.partial(self._race, racers, length, seen)
             (part,) = measured([cell], race, self.store, done=self._tell)
             for spec, ratio in part["ratios"].items():
@@ -135,14 +142,8 @@ class Sweep:
         """Pictures of the most fragile heads, and of one that the user names."""
         heads = fragile(found)
         names = layer_names(found)
-        if head is not None:
-            layer, number = head
-            if not 0 <= layer < len(names) or not 0 <= number < head_count(found):
-                raise ValueError(
-                    f"head={layer}.{number}: the model has layers 0 to {len(names) - 1} and heads 0 to "
-                    f"{head_count(found) - 1}"
-                )
-            heads = list(dict.fromkeys([(names[layer], layer, number), *heads]))
+        if head is not None and head[0] < len(names):
+            heads = list(dict.fromkeys([(names[head[0]], *head), *heads]))
         drawable = [spec for spec in self.specs if can_draw(_method(spec)) and "refused" not in found[spec][0]]
         if not heads or not drawable:
             return ()
@@ -179,11 +180,6 @@ def fragile(found: Found) -> list[tuple[str, int, int]]:
 def layer_names(found: Found) -> list[str]:
     """Of the layers that ran a method."""
     return next(([layer["layer"] for layer in x["layers"]] for x, *_ in found.values() if "refused" not in x), [])
-
-
-def head_count(found: Found) -> int:
-    """Of a layer."""
-    return next((len(x["layers"][0]["heads"]) for x, *_ in found.values() if x.get("layers")), 0)
 
 
 def _quality(source: Source, rows: Sequence[Tensor], pairs: Sequence[Tensor] | None, cell: Cell) -> Any:

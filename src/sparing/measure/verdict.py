@@ -69,7 +69,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """Everything, for `sparing report`."""
-        return json.dumps(_finite({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
+        return json.dumps(finite({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
@@ -90,6 +90,10 @@ class Comparison:
 
 
 _PARTS = ("substitution", "approximation")
+_NOT_MEANS = (  # of documents
+    "change", "label", "class", "exact_class", "classes", "neighbour", "exact_neighbour", "neighbour_label",
+    "exact_neighbour_label",
+)  # fmt: skip
 _RATIOS = ("attention", "model", "batched")
 
 
@@ -107,16 +111,12 @@ def row_of(
     if (refused := next((part["refused"] for part in parts if "refused" in part), None)) is not None:
         return Row(spec, REFUSED, refused)
     by_seed = [labelled(part["ends"], labels) for part in parts]
-    if not all(metric.fits(ends) for ends in by_seed):
-        raise ValueError(
-            f"metric={metric.name!r} needs {' and '.join(metric.needs)} of each document, which this model and these "
-            "documents do not have; name another, or the column of labels: --label"
-        )
     errors = [_mean(seeds) for seeds in zip(*(part["errors"] for part in parts), strict=True)]
     layers = tuple(_layer(same) for same in zip(*(part["layers"] for part in parts), strict=True))
     end = _ends(kind, by_seed)
     taken = _seconds(time)
-    change = _change(metric, by_seed)
+    # An oracle runs on few documents, which may not be enough to have a neighbour.
+    change = metric.change(by_seed) if all(map(metric.fits, by_seed)) else None
     substitution, approximation = (
         _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
     )
@@ -139,33 +139,21 @@ def labelled(ends: Sequence[End], labels: Sequence[float] | None) -> list[End]:
     return found
 
 
-def _change(metric: Metric, by_seed: Sequence[list[End]]) -> Estimate:
-    """Over documents: the mean of the seeds of each, or of the seeds' scores."""
-    if metric.each is not None:
-        return estimate([_mean([metric.each(end) for end in same]) for same in zip(*by_seed, strict=True)])
-    found = [metric.change(ends) for ends in by_seed]
-    if any(each.low is None for each in found):
-        return found[0]
-    mean, low, high = (_mean([getattr(each, name) for each in found]) for name in ("mean", "low", "high"))
-    return Estimate(mean, low, high, found[0].count)
-
-
 def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
     """Means over documents and seeds, and scores against the labels."""
     ends = [end for some in by_seed for end in some]
-    hidden = ("change", "label", "neighbour", "exact_neighbour", "neighbour_label", "exact_neighbour_label")
-    found = {name: _mean([end[name] for end in ends]) for name in ends[0] if name not in hidden}
+    found = {name: _mean([end[name] for end in ends]) for name in ends[0] if name not in _NOT_MEANS}
     if "neighbour" in ends[0]:
         found["neighbours"] = _mean([float(end["exact_neighbour"] == end["neighbour"]) for end in ends])
     against = [scores(kind, some) for some in by_seed]
     return found | {name: _mean([one[name] for one in against]) for name in against[0]}
 
 
-def verdict(spec: str, change: Estimate, time: Seconds, tolerance: float) -> str:
+def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float) -> str:
     """Safe: the whole interval is within the tolerance. Faster: the whole model is, in three rounds of four."""
     if _method(spec).oracle:
         return ORACLE
-    if not (change.most is not None and change.most <= tolerance):
+    if not (change is not None and change.most is not None and change.most <= tolerance):
         return UNSAFE
     faster = time.model is not None and time.model.low > MARGIN and _method(spec).name != "exact"
     return FASTER if faster else SLOWER
@@ -174,7 +162,7 @@ def verdict(spec: str, change: Estimate, time: Seconds, tolerance: float) -> str
 def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
     """What to do, in one sentence."""
     on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
-    within = f"within {tolerance:.2%} ({metric})"
+    within = f"within {percentage(tolerance)} ({metric})"
     if documents == 1:
         return f"{on} nothing can be called safe: one document has no interval; give more."
     good = [row for row in rows if row.verdict == FASTER]
@@ -187,7 +175,7 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
             f"{on}, {best.method} is {best.time.model.median:.2f}x as fast as the exact model here, and {within}: "
             f"{best.change.mean:.2%} on average."
         )
-    tried = [row for row in rows if row.verdict in (SLOWER, UNSAFE)]
+    tried = [row for row in rows if row.verdict in (SLOWER, UNSAFE) and _method(row.method).name != "exact"]
     safe = [row for row in tried if row.verdict == SLOWER]
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
@@ -211,6 +199,15 @@ def _later(safe: Sequence[Row], tokens: int) -> str:
         f" From about {rounded(best.crossover)} tokens the attention of {best.method} is faster than exact attention "
         f"on this machine (its change here: {best.change.mean:.2%})."
     )
+
+
+def percentage(share: float) -> str:
+    """Of a tolerance, which is never 0.
+
+    >>> percentage(0.01), percentage(2e-6)
+    ('1.00%', '0.0002%')
+    """
+    return f"{share:.2%}" if share >= 1e-4 else f"{100 * share:.2g}%"
 
 
 def rounded(tokens: int) -> str:
@@ -238,7 +235,7 @@ def _row(held: dict[str, Any]) -> Row:
     numbers = {name: None if held[name] is None else _estimate(held[name]) for name in ("change", "error")}
     if held["verdict"] not in (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED):
         raise KeyError(f"verdict {held['verdict']!r}")
-    if held["refused"] is None and None in (held["change"], held["error"]):
+    if held["refused"] is None and (held["error"] is None or (held["change"] is None and held["verdict"] != ORACLE)):
         raise KeyError("change and error")
     layers = tuple(
         LayerError(**{**layer, **{x: _number(layer[x]) for x in (*_PARTS, "total")}, "heads": heads})
@@ -264,12 +261,12 @@ def _seconds(held: dict[str, Any]) -> Seconds:
     return Seconds(**{**held, **ratios})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Without NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparing.measure.binomial import rate_of, upper_bound
 from sparing.measure.estimate import student
-from sparing.planning.binomial import rate_of, upper_bound
 
 #: How likely the check should pass for calibration to choose a recipe. The check is the guarantee; this is thrift.
 CHANCE = 0.75

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparing.measure.timing import Interval
+from sparing.measure.verdict import finite
 from sparing.planning.promise import Promise
 from sparing.planning.search import Figures
 from sparing.transformers.recipe import Recipe
@@ -87,12 +87,3 @@ def about(plan: Plan) -> dict[str, Any]:
     of = {name: getattr(plan, name) for name in ("model", "model_fingerprint", "data", "data_fingerprint")}
     found: dict[str, Any] = finite({**said, "held_out": held, "gain": gain, **of, **seen})
     return found
-
-
-def finite(value: Any) -> Any:
-    """Without NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -55,7 +55,10 @@ class Work:
         # Documents are prompts: what continues a cache was not measured, and stays exact.
         when = "prefill" if given.subject.kind == "language model" else "always"
         self.blank = Recipe({}, seed, getattr(model.config, "model_type", None), when=when)
-        self.of: dict[str, Any] = {"model": given.subject.fingerprint, "versions": [here["torch"], here["sparing"]]}
+        self.of: dict[str, Any] = {
+            "model": given.subject.fingerprint,
+            "versions": [here["torch"], here["transformers"], here["sparing"]],
+        }
         self.timed = Timed(
             given, objective, self.blank, store, rounds, of={**self.of, "machine": here}, tell=self._tell
         )  # fmt: skip

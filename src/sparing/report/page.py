@@ -42,8 +42,8 @@ def page(found: Comparison) -> str:
     )
     return environment.get_template("page.html").render(
         found=found, charts=drawn, left_out=left_out(found), titles=titles, rows=rows, layers=layers, heat=heat,
-        winner=winner, chosen=chosen, code=None if chosen is None else code(chosen), exact_memory=exact_memory(found),
-        exact_scores=exact_scores(found),
+        winner=winner, chosen=chosen, code=None if chosen is None else code(chosen, found.kind),
+        exact_memory=exact_memory(found), exact_scores=exact_scores(found),
         style=Markup(_static("page.css")), plotly=Markup(_inside_script(library)),
         script=Markup(_inside_script("\n".join(_static(f"{name}.js") for name in _SCRIPTS))),
     )  # fmt: skip
@@ -55,11 +55,12 @@ def best(found: Comparison, verdict: str) -> Row | None:
     return max(rows, key=_speed, default=None)
 
 
-def code(row: Row) -> str:
-    """What turns a method on, and off again."""
+def code(row: Row, kind: str) -> str:
+    """What turns a method on, and off again; as it was measured, which is on prompts."""
+    when = ', when="prefill"' if kind == "language model" else ""
     return (
         "import sparing\n\n"
-        f"handle = sparing.approximate(model, {json.dumps(row.method)})\n"
+        f"handle = sparing.approximate(model, {json.dumps(row.method)}{when})\n"
         "# ... run the model as before ...\n"
         "handle.restore()  # exact attention again\n"
     )

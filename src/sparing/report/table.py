@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
-from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
+from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, percentage, rounded
 
 _WORDS = {
     FASTER: "[bold green]safe, faster[/]", SLOWER: "[green]safe, slower[/]", UNSAFE: "[red]not safe[/]",
@@ -127,7 +127,7 @@ def _percent(value: float) -> str:
     share = 100 * value
     if math.isnan(share):
         return "nan"
-    return ">1000%" if not share < 1000 else f"{share:.0f}%" if share >= 10 else f"{share:.2f}%"
+    return ">1000%" if not share < 1000 else f"{share:.0f}%" if abs(share) >= 10 else f"{share:.2f}%"
 
 
 def _ratio(value: Interval | None) -> str:
@@ -154,9 +154,9 @@ def _error(value: float) -> str:
 def _legend(found: Comparison) -> str:
     return (
         f"Change: {found.metric}, mean over documents; at most: how far its 95 % interval reaches, which must be "
-        f"within {found.tolerance:.2%} to be safe. Error: relative L2 of the attention output, mean over layers (in "
-        "brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: what a query "
-        "reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the method, for the "
+        f"within {percentage(found.tolerance)} to be safe. Error: relative L2 of the attention output, mean over "
+        "layers (in brackets what the method would miss with any budget: it aims at another kernel). Keys, "
+        "FLOPs: what a query reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the method, for the "
         "attention of the middle layer and for the whole model, on a document of median length; above 1 is faster. "
         "From: tokens from which on the call is faster here. "
         "Oracles: the best possible at their budget, on two documents; they need the exact result."

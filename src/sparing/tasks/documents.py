@@ -141,12 +141,18 @@ def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
     def rows(path: str | Path) -> list[dict[str, Any]]:
         # Quotes have no meaning in files of tabs: they stand in the text.
         quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-        lines = csv.DictReader(
-            io.StringIO(_decoded(path)), delimiter=delimiter, quoting=quoting, restkey="", strict=True
-        )
+        lines = csv.DictReader(io.StringIO(_decoded(path)), delimiter=delimiter, quoting=quoting, strict=True)
+        table: list[dict[str, Any]] = []
         usual = csv.field_size_limit(2**31 - 1)  # long documents
         try:
-            return [{name: cell for name, cell in row.items() if name != ""} for row in lines]
+            for row in lines:
+                if None in row:
+                    raise ValueError(
+                        f"data: {path}, line {lines.line_num} has more cells than the header has names; quote a text "
+                        "that holds the separator"
+                    )
+                table.append(row)
+            return table
         except csv.Error as error:
             raise ValueError(f"data: {path}, line {lines.line_num}: {error}") from None
         finally:

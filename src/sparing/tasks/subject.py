@@ -42,8 +42,10 @@ class Subject:
         found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
         if found is None:
             return None
-        # RoBERTa's positions start behind the padding's.
-        return found - 2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else found
+        # RoBERTa's positions, and those of its descendants, start behind the padding's.
+        tables = [part for name, part in self.model.named_modules() if name.endswith("position_embeddings")]
+        padding = next((x for table in tables if (x := getattr(table, "padding_idx", None)) is not None), -1)
+        return found - padding - 1
 
     @property
     def fingerprint(self) -> str:
@@ -114,9 +116,15 @@ def load(name: str) -> Subject:
             auto = transformers.AutoModelForSequenceClassification
         else:
             auto = transformers.AutoModel
-        model = auto.from_pretrained(name, dtype=torch.float32).eval()
+        model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever is wrong with the files
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"model: {name} cannot be loaded: {first}") from None
-    return Subject(Path(name).name, model, tokenizer)
+    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # which an embedding does not use
+    if missing:
+        raise ValueError(
+            f"model: {name} has no weights for {missing[0]}{' and others' * (len(missing) > 1)}, which would be drawn "
+            "at random; train it first, or save it as what it is"
+        )
+    return Subject(Path(name).name, model.eval(), tokenizer)
