@@ -155,9 +155,9 @@ def _legend(found: Comparison) -> str:
     return (
         f"Change: {found.metric}, mean over documents; at most: how far its 95 % interval reaches, which must be "
         f"within {percentage(found.tolerance)} to be safe. Error: relative L2 of the attention output, mean over "
-        "layers (in brackets what the method would miss with any budget: it aims at another kernel). Keys, "
-        "FLOPs: what a query reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the method, for the "
-        "attention of the middle layer and for the whole model, on a document of median length; above 1 is faster. "
-        "From: tokens from which on the call is faster here. "
-        "Oracles: the best possible at their budget, on two documents; they need the exact result."
+        "layers (in brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: "
+        "what a query reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the "
+        "method, for the attention of the middle layer and for the whole model, on a document of median length; above "
+        "1 is faster. From: tokens from which on the call is faster here. Oracles: the best possible at their budget, "
+        "on two documents; they need the exact result."
     )
