@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+from contextlib import nullcontext, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +42,13 @@ def weights_file() -> Path:
 def load() -> LanguageModel:
     """The verified model in float32 and evaluation mode (30 layers, 9 heads x 64 on 3, 8192 positions)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     path = weights_file()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    # The bar of the conversion does not ask whether bars are wanted.
+    quiet = nullcontext() if logging.is_progress_bar_enabled() else redirect_stderr(io.StringIO())
+    with quiet:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     return LanguageModel(model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
 
