@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     console = console_of()
     show(found, console=console)
-    found.recipe.save(target)
+    found.recipe.save(target.resolve())
     text = f'turn it on: sparing.approximate(model, "{target}")' if found.holds else "it leaves every layer exact"
     console.print(f"wrote {target}; {text}", markup=False, highlight=False, soft_wrap=True)
     return 0

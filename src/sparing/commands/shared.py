@@ -64,14 +64,14 @@ def targets_of(options: argparse.Namespace, names: Sequence[str]) -> dict[str, P
     """The files that options of these names ask for; an error now is better than one after the work."""
     given = {name: getattr(options, name) for name in names}
     found = {name: _target(f"--{name}", path) for name, path in given.items() if path is not None}
-    if len(set(found.values())) < len(found):
+    if len({target.resolve() for target in found.values()}) < len(found):
         raise ValueError(f"{' and '.join(f'--{name}' for name in found)} name the same file")
     return found
 
 
 def _target(option: str, path: str) -> Path:
-    target = Path(path).resolve()  # what a link leads to is written, not the link
-    folder = target.parent
+    target = Path(path)
+    folder = target.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"{option}={path}: there is no folder {folder}")
     if (target.exists() and not target.is_file()) or not os.access(folder, os.W_OK):
@@ -89,9 +89,9 @@ def write_files(found: Comparison, targets: dict[str, Path]) -> None:
         if name == "html":
             from sparing.report.page import page
 
-            write_whole(target, page(found))
+            write_whole(target.resolve(), page(found))  # what a link leads to, not the link
         else:
-            write_whole(target, found.to_json())
+            write_whole(target.resolve(), found.to_json())
         Console(stderr=True).print(f"wrote {target}", markup=False, soft_wrap=True)
 
 
