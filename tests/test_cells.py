@@ -49,11 +49,11 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
     assert calls == [0, 1, 2, 3, 3, 4, 5]
 
 
-def test_two_processes_find_the_same(tmp_path):
+def test_two_workers_find_the_same(tmp_path):
+    """Threads here; processes and a cluster, which take long to start, in test_cluster.py."""
     alone = measured(CELLS, square, Store(None))
-    assert measured(CELLS, square, Store(tmp_path), jobs=2) == alone
+    assert measured(CELLS, square, Store(tmp_path), jobs=2, backend="threading") == alone
     assert len(list(tmp_path.iterdir())) == 6
-    assert measured(CELLS, square, Store(None), jobs=2, backend="threading") == alone
 
 
 def test_files_that_are_not_whole_are_measured_again(tmp_path):
