@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sparing.commands.shared import cache_of, console_of, documents_of, needs_cli, progress_bar, targets_of, write_files
+from sparing.commands.shared import (
+    add_subject,
+    cache_of,
+    console_of,
+    documents_of,
+    needs_cli,
+    progress_bar,
+    targets_of,
+    write_files,
+)
 
 BACKENDS = ("loky", "dask", "ray")
 
@@ -16,24 +25,9 @@ def add(commands: Any) -> None:
         "compare", help="every method in your model, on your documents: how wrong, how fast, is it safe?"
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "model", nargs="?", default="minilm",
-        help="a folder, a name on the hub, or a preset: minilm (default) or smollm2",
-    )  # fmt: skip
-    parser.add_argument(
-        "--data", nargs="+", metavar="FILE",
-        help="plain text with one document per line, .jsonl, .csv, .tsv, .parquet, or - for standard input; default: "
-        "Python's help topics",
-    )  # fmt: skip
-    parser.add_argument("--column", help="of the text, in tables (default: text)")
+    add_subject(parser)
     parser.add_argument("--pair", metavar="COLUMN", help="of a second text: how similar are they, for an encoder")
     parser.add_argument("--label", metavar="COLUMN", help="of labels, in tables: adds scores against them")
-    parser.add_argument("--whole", action="store_true", help="a plain text file is one document")
-    parser.add_argument(
-        "--methods",
-        help="comma-separated specs, such as 'window(size=64),nystrom'; default: every training-free method",
-    )
-    parser.add_argument("--length", type=int, help="tokens per document at most; default: 512, language models 1024")
     parser.add_argument("--documents", type=int, help="how many, the first ones (default: 8)")
     parser.add_argument("--seeds", type=int, default=2, help="of methods that draw random numbers (default: 2)")
     parser.add_argument(
@@ -53,9 +47,6 @@ def add(commands: Any) -> None:
         help="race attention calls at growing lengths, for the crossover (default: yes)",
     )  # fmt: skip
     parser.add_argument("--head", metavar="LAYER.HEAD", help="to draw in the page beside the most fragile heads")
-    parser.add_argument(
-        "--extend-positions", action="store_true", help="repeat learned positions where --length is more than they are"
-    )
     parser.add_argument("--jobs", type=int, help="processes that measure errors; default: one for each core")
     parser.add_argument("--layers", action="store_true", help="errors layer by layer too, and how good error bars are")
     parser.add_argument(
@@ -67,10 +58,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write everything there")
     parser.add_argument("--html", metavar="FILE", help="write a page to read, which needs no network")
-    parser.add_argument(
-        "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
-    )
-    parser.add_argument("--no-cache", action="store_true", help="measure everything anew, and keep nothing")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,6 +14,33 @@ if TYPE_CHECKING:
     from sparing.tasks.documents import Documents
 
 
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Declare what every measurement of a model takes: the model, documents, methods, and where results are kept."""
+    parser.add_argument(
+        "model", nargs="?", default="minilm",
+        help="a folder, a name on the hub, or a preset: minilm (default) or smollm2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", nargs="+", metavar="FILE",
+        help="plain text with one document per line, .jsonl, .csv, .tsv, .parquet, or - for standard input; default: "
+        "Python's help topics",
+    )  # fmt: skip
+    parser.add_argument("--column", help="of the text, in tables (default: text)")
+    parser.add_argument("--whole", action="store_true", help="a plain text file is one document")
+    parser.add_argument(
+        "--methods",
+        help="comma-separated specs, such as 'window(size=64),nystrom'; default: every training-free method",
+    )
+    parser.add_argument("--length", type=int, help="tokens per document at most; default: 512, language models 1024")
+    parser.add_argument(
+        "--extend-positions", action="store_true", help="repeat learned positions where --length is more than they are"
+    )
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="measure everything anew, and keep nothing")
+
+
 @contextmanager
 def needs_cli() -> Iterator[None]:
     """Around imports that the extra installs."""

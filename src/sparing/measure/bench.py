@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +26,7 @@ from sparing.measure.results import (
     Timing,
     baseline,
 )
-from sparing.measure.timing import interval, race
+from sparing.measure.timing import interval, race, threads
 from sparing.measure.workload import (
     Inputs,
     Work,
@@ -65,7 +64,7 @@ def bench(settings: Settings, *, progress: Progress = lambda text, done, steps: 
     steps = len(chosen) + len(settings.lengths) * len(settings.passes) + 1
     done = 0
     gates: list[gate.Gate] = []
-    with _threads(settings.threads):
+    with threads(settings.threads):
         sample = clustered(settings.batch, settings.heads, min(GATE_LENGTH, settings.lengths[-1]), settings.width)
         for one in chosen:
             progress(f"{one}: comparing with its reference", done, steps)
@@ -297,13 +296,3 @@ def _statuses(chosen: list[Method]) -> list[PeerStatus]:
 def _reason(error: Exception) -> str:
     text = (str(error) or type(error).__name__).splitlines()[0]
     return text if isinstance(error, CannotRun) else f"{type(error).__name__}: {text}"
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparing.tasks.documents import Documents, default
@@ -141,17 +140,6 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """With so many threads of torch."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _subject(model: Any, tokenizer: Any) -> Subject:

@@ -13,10 +13,10 @@ from sparing.measure.calls import middle_calls
 from sparing.measure.cells import Cell, Store, measured
 from sparing.measure.crossover import LENGTHS, PATIENCE, Point, race_at
 from sparing.measure.maps import Map, can_draw, maps
-from sparing.measure.prepare import Prepared, Source, fetched, threads
+from sparing.measure.prepare import Prepared, Source, fetched
 from sparing.measure.quality import quality
 from sparing.measure.seconds import seconds
-from sparing.measure.timing import Interval
+from sparing.measure.timing import Interval, threads
 from sparing.method import Unsupported
 from sparing.method import method as _method
 from sparing.tasks.subject import Subject
