@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparing.commands import bench, compare, lists, plan
+from sparing.commands import bench, compare, lists, plan, study
 
-_COMMANDS = (compare, plan, bench, lists)
+_COMMANDS = (compare, plan, bench, study, lists)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

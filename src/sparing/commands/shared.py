@@ -35,6 +35,11 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extend-positions", action="store_true", help="repeat learned positions where --length is more than they are"
     )
+    add_cache(parser)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Declare where results are kept."""
     parser.add_argument(
         "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
     )

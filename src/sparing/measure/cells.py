@@ -56,12 +56,12 @@ def _plain(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file all at once, or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file all at once, or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException as error:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from sparing.measure.cells import write_whole
 from sparing.measure.results import SDPA, SDPA_BF16, SDPA_PROJECTION, Bench
 from sparing.report.bench import sides
 
 
 def write_json(bench: Bench, path: Path) -> None:
     """All figures, with settings and machine; `read_json` gives back an equal object."""
-    with _whole(path) as temporary:
-        temporary.write_text(json.dumps(bench.as_dict(), indent=1, allow_nan=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(bench.as_dict(), indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Bench:
@@ -58,8 +57,10 @@ def write_plot(bench: Bench, path: Path) -> None:
     figure.suptitle(
         f"batch {s.batch}, {s.heads} heads x {s.width}, {s.threads} threads, {m['cpu']}", x=0.01, ha="left", fontsize=9
     )
-    with _whole(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lstrip("."), dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, drawn.getvalue())
 
 
 def check_folder(folder: Path) -> None:
@@ -72,15 +73,3 @@ def check_folder(folder: Path) -> None:
             pass
     except OSError:
         raise ValueError(f"out={str(folder)!r} cannot be written to; name another folder") from None
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file under another name until it is complete; nothing remains of one that is not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

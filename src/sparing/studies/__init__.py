@@ -1,0 +1,21 @@
+"""The papers' tables and figures, a file each: `sparing study --list`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from sparing.studies.study import Study
+
+#: In the order of the papers.
+NAMES = ("value-aware-example",)
+
+
+def study(name: str) -> Study:
+    """The study of that name."""
+    if name not in NAMES:
+        raise ValueError(f"study: there is none named {name!r}; there are {', '.join(NAMES)}")
+    found: Study = import_module(f"sparing.studies.{name.replace('-', '_')}").STUDY
+    return found
+
+
+__all__ = ["NAMES", "Study", "study"]

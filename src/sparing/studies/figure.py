@@ -1,0 +1,57 @@
+"""How all figures look, and how they become files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparing.measure.cells import write_whole
+from sparing.studies.study import Rows, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; black stands for exact attention.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#F0E442")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+PAPER: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "x",
+    "color": "black",
+    "markersize": 7,
+    "zorder": 5,
+}  #: its values
+
+
+def style(number: int) -> dict[str, Any]:
+    """Colour and marker of the curve of that number: nobody has to tell curves by their colour alone."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
+
+
+def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float] = (5.0, 3.8)) -> Sequence[Any]:
+    """Axes in a grid, row by row; size: of one, in inches."""
+    figure.set_size_inches(size[0] * columns, size[1] * rows)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for each in axes.flat:
+        each.grid(alpha=0.25, linewidth=0.6)
+    return list(axes.flat)
+
+
+def write_figure(study: Study, rows: Rows, path: Path) -> None:
+    """Draw a study; needs matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "matplotlib is missing; run: pip install 'sparing[study]'", name="matplotlib"
+        ) from None
+    look: Any = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "svg.hashsalt": study.name}
+    with rc_context(look):
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        study.draw(rows, figure)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=150)
+    write_whole(path, drawn.getvalue())

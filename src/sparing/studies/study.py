@@ -1,0 +1,120 @@
+"""What a study is: pieces of work, and claims of a paper that their results are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Cell = Mapping[str, Any]  #: what tells a piece of work from all others; JSON
+Row = dict[str, Any]  #: a measurement: its cell, and what was found; JSON
+Rows = Sequence[Row]
+
+SCALES = ("small", "paper")
+Verdict = Literal["reproduces", "same shape", "does not", "not run"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asks of a study."""
+
+    scale: str = "small"  #: "small": minutes, nothing is downloaded; "paper": its models, data and settings
+    data: Path | None = None  #: folder with datasets
+    seeds: int | None = None  #: None: as many as the study thinks right for the scale
+    model: str | None = None  #: a folder or a name on the hub, in place of the study's own
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ValueError(f"scale={self.scale!r} is not one of {', '.join(SCALES)}")
+        if self.seeds is not None and self.seeds < 1:
+            raise ValueError(f"seeds={self.seeds} must be at least 1")
+        if self.data is not None and not self.data.is_dir():
+            raise ValueError(f"data: there is no folder {self.data}")
+
+    @property
+    def small(self) -> bool:
+        return self.scale == "small"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What our figures say to a claim."""
+
+    verdict: Verdict
+    ours: str  #: the figures, in few words
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of a paper, and when we say that it holds."""
+
+    key: str  #: a short name, unique in its study
+    where: str  #: in the paper
+    states: str
+    paper: str  #: its figures, in few words
+    criterion: str  #: what "reproduces" takes, and "same shape" where that can be the answer
+    judge: Callable[[Rows], Judgement]
+    otherwise: str = ""  #: where it does not hold: why that is, as far as we know
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures for people."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """One table or figure of a paper."""
+
+    name: str
+    title: str
+    paper: str  #: a key of `PAPERS`
+    where: str  #: in the paper
+    cells: Callable[[Settings], Sequence[Cell]]
+    measure: Callable[[Settings, Cell], Row | list[Row]]  #: what a piece of work finds, beside its cell
+    tables: Callable[[Rows], Sequence[Table]]
+    draw: Callable[[Rows, Figure], None]
+    claims: Sequence[Claim] = ()
+    timed: bool = False  #: results belong to a machine
+    version: int = 1  #: of what is measured; a higher one forgets kept results
+    options: Sequence[str] = field(default=())  #: of `Settings` that change something: "data", "seeds", "model"
+
+
+#: The papers by their short names.
+PAPERS = {
+    "mca": "Kim and Ko, Fast Monte-Carlo Approximation of the Attention Mechanism (AAAI 2022)",
+    "yoso": "Zeng et al., You Only Sample (Almost) Once: Linear Cost Self-Attention via Bernoulli Sampling (ICML 2021)",
+    "value-aware": "Gupta and Berant, Value-aware Approximate Attention (EMNLP 2021)",
+    "skyformer": "Chen et al., Skyformer: Remodel Self-Attention with Gaussian Kernel and Nystrom Method (2021)",
+}
+
+
+def judged(whole: bool, shape: bool = False, *, ours: str) -> Judgement:
+    """From two answers to a verdict: does it hold as printed, and if not, does at least its shape?"""
+    return Judgement("reproduces" if whole else "same shape" if shape else "does not", ours)
+
+
+def not_run(why: str) -> Judgement:
+    """Where there is nothing to judge by: data or weights that are not here."""
+    return Judgement("not run", why)
+
+
+def pick(rows: Rows, **wanted: Any) -> list[Row]:
+    """The rows with these entries."""
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def the(rows: Rows, **wanted: Any) -> Row:
+    """The one row with these entries."""
+    found = pick(rows, **wanted)
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows have {wanted}")
+    return found[0]
