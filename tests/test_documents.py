@@ -1,7 +1,9 @@
 """Files of documents, as people have them, and what is said about those that cannot be read."""
 
+import gzip
 import io
 import json
+import lzma
 import sys
 from types import SimpleNamespace
 
@@ -51,6 +53,24 @@ def test_tab_separated_files_do_not_quote(tmp_path):
     assert found.labels == ("1", "0")
 
 
+@pytest.mark.parametrize(("suffix", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress), (".GZ", gzip.compress)])
+def test_compressed_files_hold_the_same(tmp_path, suffix, pack):
+    contents = {
+        "some.jsonl": "\n".join(json.dumps({"text": text, "label": 1}) for text in TEXTS).encode(),
+        "some.csv": b"text,label\none,1\n",
+        "some.tsv": b"text\tlabel\none\t1\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / (name + suffix)).write_bytes(pack(content))
+        plain = read([tmp_path / name], label="label")
+        packed = read([tmp_path / (name + suffix)], label="label")
+        assert (packed.texts, packed.labels) == (plain.texts, plain.labels)
+        assert packed.name == name + suffix
+    (tmp_path / ("plain.txt" + suffix)).write_bytes(pack("eins\nzwei ü\n".encode()))
+    assert read([tmp_path / ("plain.txt" + suffix)]).texts == ("eins", "zwei ü")
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="an extra")
     from pyarrow import parquet
@@ -92,6 +112,20 @@ def test_standard_input(monkeypatch):
         ("a.txt", b"x", {"pair": "other"}, r"a.txt is plain text and has no second column 'other'"),
         ("a.jsonl", b'{"text": "x"}', {"pair": "other"}, r"a.jsonl has no column 'other'; it has 'text'"),
         ("a.jsonl", b'{"text": "x", "b": 1}', {"pair": "b"}, r"a.jsonl, row 1: 'b' is int, not a text"),
+        (
+            "a.jsonl.xz",
+            lzma.compress(b'{"text": "x"}')[:-9],
+            {},
+            r"a.jsonl.xz cannot be unpacked: Compressed data ended",
+        ),
+        ("a.jsonl.xz", b"no", {}, r"a.jsonl.xz cannot be unpacked: \w"),
+        ("a.csv.gz", gzip.compress(b"text\nx")[:-9], {}, r"a.csv.gz cannot be unpacked: Compressed file ended"),
+        ("a.csv.gz", b"no", {}, r"a.csv.gz cannot be unpacked: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"x" * 99)[:12] + b"!!!!!!!!!!!!", {}, r"a.txt.gz cannot be unpacked: \w"),
+        ("a.txt.xz", lzma.compress("gr\xfcn".encode("latin-1")), {}, r"a.txt.xz is not UTF-8"),
+        ("a.json.xz", lzma.compress(b"[]"), {}, r"a.json.xz is JSON; write one object on each line"),
+        ("a.parquet.xz", b"", {}, r"a.parquet.xz is Parquet in an archive; unpack it first"),
+        ("none.txt.xz", None, {}, r"data: there is no file .*none.txt.xz"),
         ("a.txt", b"x", {"label": "mark"}, r"a.txt is plain text and has no label column 'mark'; use .jsonl"),
     ],
 )

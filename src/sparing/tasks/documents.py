@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +51,9 @@ def read(
 ) -> Documents:
     """The documents of a file: `.jsonl`, `.csv`, `.tsv`, `.parquet`, or plain text with one on each line.
 
-    Several files are one collection; "-" is standard input, as plain text. column: where the text is; None: "text", or
-    the only column that there is. label: the column of the labels. pair: that of a second text, which a document is
-    compared with. whole: a plain text file is one document.
+    All but Parquet may be compressed: `.jsonl.xz`, `.txt.gz`. Several files are one collection; "-" is standard input,
+    as plain text. column: where the text is; None: "text", or the only column that there is. label: the column of the
+    labels. pair: that of a second text, which a document is compared with. whole: a plain text file is one document.
     """
     if not paths:
         raise ValueError("data: no file is named")
@@ -77,7 +79,7 @@ def read(
 def _rows(
     path: str | Path, column: str | None, label: str | None, pair: str | None, whole: bool
 ) -> Iterable[tuple[str, Any, str]]:
-    suffix = "" if str(path) == "-" else Path(path).suffix.lower()
+    suffix = _suffix(path)
     if suffix in _TABLES:
         if whole:
             raise ValueError(f"data: {path} is a table; --whole is for plain text")
@@ -109,6 +111,33 @@ def _columns(
         yield row.get(found) or "", row.get(label) if label is not None else None, row.get(pair or "") or ""
 
 
+def _suffix(path: str | Path) -> str:
+    """What the file is, compressed or not."""
+    if str(path) == "-":
+        return ""
+    last = Path(path).suffix.lower()
+    return Path(Path(path).stem).suffix.lower() if last in _UNPACK else last
+
+
+def _unxz(raw: bytes) -> bytes:
+    import lzma  # which not every Python was built with
+
+    try:
+        return lzma.decompress(raw)
+    except lzma.LZMAError as error:
+        raise ValueError(error) from None
+
+
+def _ungzip(raw: bytes) -> bytes:
+    try:
+        return gzip.decompress(raw)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(error) from None
+
+
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {".xz": _unxz, ".gz": _ungzip}
+
+
 def _decoded(path: str | Path) -> str:
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
@@ -116,6 +145,12 @@ def _decoded(path: str | Path) -> str:
         raise ValueError(f"data: there is no file {path}") from None
     except OSError as error:
         raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+    unpack = None if str(path) == "-" else _UNPACK.get(Path(path).suffix.lower())
+    if unpack is not None:
+        try:
+            raw = unpack(raw)
+        except ValueError as error:
+            raise ValueError(f"data: {path} cannot be unpacked: {error}") from None
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -162,6 +197,8 @@ def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
 
 
 def _parquet(path: str | Path) -> list[dict[str, Any]]:
+    if Path(path).suffix.lower() in _UNPACK:
+        raise ValueError(f"data: {path} is Parquet in an archive; unpack it first")
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
