@@ -1,13 +1,8 @@
-"""The lifted kernel matrix of Skyformer and its approximation, for tests."""
-
-import math
+"""Queries and keys of several kinds for tests of landmarks."""
 
 import torch
 
 import sparing
-from sparing.call import Call
-from sparing.draws import Draws
-from sparing.methods.skyformer import gaussian
 
 from inputs import peaked
 
@@ -37,25 +32,6 @@ def data(kind, n_q=20, n_k=24, seed=0):
 
 
 KINDS = ("clusters", "narrow", "wide", "repeated")
-
-
-def call_for(q, seed=0, scale=None, keep=None, influence=None):
-    return Call(
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal=False, keep=keep, influence=influence,
-        mask=None, draws=Draws(seed, torch.arange(q.shape[1])),
-    )  # fmt: skip
-
-
-def lifted(spec, q, k, **kwargs):
-    """(C-bar, C-bar-tilde), both (B, H, N, N)."""
-    method, call = sparing.method(spec), call_for(q, **kwargs)
-    x = math.sqrt(call.scale) * torch.cat([q, k], -2)
-    columns, middle, _ = method.lift(q, k, call)
-    return gaussian(x, x), columns @ method.solve(middle, columns.mT)
-
-
-def lowest(matrix):
-    return float(torch.linalg.eigvalsh((matrix + matrix.mT) / 2).min())
 
 
 def norm(matrix):

@@ -5,16 +5,17 @@ import torch
 from scipy import stats
 
 from sparing.maths.landmarks import draw_landmarks
+from sparing.measure.lift import call_of
 
 from inputs import padding
-from lift import call_for, draw
+from lift import draw
 
 SAMPLINGS = ("without_replacement", "half", "iid", "all")
 Q = draw(1, 3, 40, 4)  # three heads
 
 
 def landmarks(sampling, count, n_q=40, n_k=40, keep=None, influence=None, seed=0):
-    return draw_landmarks(sampling, count, n_q, n_k, call_for(Q, seed=seed, keep=keep, influence=influence), Q.device)
+    return draw_landmarks(sampling, count, n_q, n_k, call_of(Q, seed=seed, keep=keep, influence=influence), Q.device)
 
 
 def assert_valid(index, used, valid):
@@ -36,7 +37,7 @@ def test_landmarks_are_valid_rows_under_any_mask(sampling):
 
 def test_the_published_rule_hits_padding_unless_the_mask_is_a_prefix():
     """Negative control: floor(length * u) as a position."""
-    u = call_for(Q).draws.uniform("control", 12)
+    u = call_of(Q).draws.uniform("control", 12)
     for kind, fails in (("right", False), ("holes", True), ("left", True)):
         keep = padding(kind, 3, 40)
         index = (keep.sum(-1).view(-1, 1, 1) * u).long()

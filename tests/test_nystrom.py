@@ -11,10 +11,11 @@ import sparing
 from sparing import Shape, Unsupported
 from sparing.maths.linalg import inverse_iteration
 from sparing.maths.segments import segment_means
+from sparing.measure.lift import call_of
 from sparing.state import DepthwiseConvolution
 
 from inputs import Inputs, exact_for, keys_mask, make, padding, peaked, relative, run
-from lift import call_for, draw
+from lift import draw
 
 METHOD = sparing.method("nystrom")
 
@@ -63,7 +64,7 @@ def test_as_many_landmarks_as_tokens_is_exact(solver):
 def test_segments_of_one_token_are_exact_through_the_formula():
     """F = A = G: the pseudo-inverse identity A A^+ A = A."""
     x = peaked(METHOD, 3, n=32)
-    found = sparing.method("nystrom(landmarks=32, solver=exact)").approximate(x.q, x.k, x.value, call_for(x.q))
+    found = sparing.method("nystrom(landmarks=32, solver=exact)").approximate(x.q, x.k, x.value, call_of(x.q))
     assert relative(found, exact_for(x)) < 1e-8
 
 

@@ -9,9 +9,10 @@ import torch
 import sparing
 from sparing.maths import linalg
 from sparing.maths.landmarks import draw_landmarks
+from sparing.measure.lift import call_of, lifted, lowest
 
 from inputs import Inputs, exact_for, make, peaked, relative, run
-from lift import EYE, GAMMAS, KINDS, call_for, data, draw, lifted, lowest, norm
+from lift import EYE, GAMMAS, KINDS, data, draw, norm
 
 
 def assert_below(lower, upper):
@@ -55,7 +56,7 @@ def test_the_approximation_is_a_lower_bound(kind, gamma):
 
 def test_an_over_relaxed_start_breaks_the_lower_bound():
     q, k = data("clusters")
-    method, call = sparing.method("skyformer(landmarks=16)"), call_for(q)
+    method, call = sparing.method("skyformer(landmarks=16)"), call_of(q)
     columns, middle, _ = method.lift(q, k, call)
     a, root = linalg.degree_scaled(middle + 0.1 * EYE[:16, :16])
     exact = lifted("skyformer(landmarks=16)", q, k)[0]
@@ -86,7 +87,7 @@ def test_more_landmarks_never_increase_an_eigenvalue_of_the_error():
         q, k = data(kind)
         found = {m: lifted(f"skyformer(landmarks={m}, gamma=0.0)", q, k) for m in (4, 9, 20, 43)}
         sets = [
-            set(draw_landmarks("without_replacement", m, 20, 24, call_for(q), q.device).rows[0, 1].tolist())
+            set(draw_landmarks("without_replacement", m, 20, 24, call_of(q), q.device).rows[0, 1].tolist())
             for m in found
         ]
         assert all(a < b for a, b in pairwise(sets)), "landmarks are not nested"
@@ -97,7 +98,7 @@ def test_more_landmarks_never_increase_an_eigenvalue_of_the_error():
 @pytest.mark.parametrize("kind", KINDS)
 def test_landmark_rows_are_exact_without_damping(kind):
     q, k = data(kind)
-    index = draw_landmarks("without_replacement", 10, 20, 24, call_for(q), q.device).rows
+    index = draw_landmarks("without_replacement", 10, 20, 24, call_of(q), q.device).rows
     for gamma in (0.0, 0.1):
         error = torch.sub(*lifted(f"skyformer(landmarks=10, gamma={gamma})", q, k))
         worst = float(error.take_along_dim(index.unsqueeze(-1), -2).abs().max())
@@ -165,7 +166,7 @@ def test_newton_schulz_recursion(gamma):
 
 def test_the_identity_is_a_better_start_than_the_authors():
     q, k = 0.58 * draw(1, 1, 256, 32), 0.58 * draw(1, 1, 256, 32, seed=1)
-    w = sparing.method("skyformer(landmarks=128)").lift(q, k, call_for(q)).middle + 0.1 * torch.eye(128).double()
+    w = sparing.method("skyformer(landmarks=128)").lift(q, k, call_of(q)).middle + 0.1 * torch.eye(128).double()
     a, _ = linalg.degree_scaled(w)
     eye = torch.eye(128, dtype=torch.float64).expand_as(a)
     ours = norm(eye - a @ linalg.inverse_iteration(a, eye, 6))
@@ -241,7 +242,7 @@ def test_softmax_kernel():
                 relative(run("skyformer(kernel=softmax, sampling=all, gamma=0.0)", x, impl=impl), exact_for(x)) < 1e-8
             )
     x = make(sparing.method("exact"), n_q=20, dtype=torch.float64, sharpness=1.0)
-    call = call_for(x.q)
+    call = call_of(x.q)
     rows = torch.cat([x.q, x.k], -2)
     index = draw_landmarks("without_replacement", 16, 20, 20, call, x.q.device).rows
     kernel = (call.scale * rows @ rows.mT).exp()  # the paper's Figure 1: Nystrom on exp(q.k / sqrt p), then normalised
@@ -256,7 +257,7 @@ def test_softmax_kernel():
 
 def test_softmax_rows_with_impossible_sums_do_not_explode():
     x = make(sparing.method("exact"), n_q=64, d=2, dtype=torch.float64, sharpness=4.0)
-    spec, call = "skyformer(kernel=softmax, landmarks=8, gamma=0.0)", call_for(x.q)
+    spec, call = "skyformer(kernel=softmax, landmarks=8, gamma=0.0)", call_of(x.q)
     columns, middle, _ = sparing.method(spec).lift(x.q, x.k, call)
     weights = columns[..., :64, :] @ torch.linalg.solve(middle, columns[..., 64:, :].mT)
     weights = weights * (call.scale / 2 * x.k.square().sum(-1, keepdim=True)).exp().mT

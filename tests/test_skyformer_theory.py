@@ -7,30 +7,22 @@ import torch
 from scipy import stats
 
 import sparing
-from sparing.maths.linalg import degree_scaled, inverse_iteration, iterated_inverse
+from sparing.maths.linalg import iterated_inverse
+from sparing.measure.lift import circle, iterated, lifted, lowest, promise
 from sparing.methods.skyformer import gaussian
 
 from inputs import Inputs, keys_mask, make, padding, relative, run
-from lift import KINDS, data, draw, lifted, lowest, norm
-
-
-def circle(n, seed=0):
-    """Points whose leverage is nearly equal, so that Theorem 2 asks for fewer landmarks than there are rows."""
-    angle = 2 * math.pi * torch.rand(1, 1, 2 * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (0.6 * torch.stack([angle.cos(), angle.sin()], -1)).split(n, dim=-2)
+from lift import KINDS, data, draw, norm
 
 
 def violations(n, seeds, eps, delta, gamma=0.0, landmarks=None, factor=4):
     """How often |C-bar - C-bar-tilde| <= max(lambda, 4 n gamma / d), Theorem 2 with its constants, fails for iid draws."""
     q, k = circle(n)
     exact = lifted("skyformer(landmarks=1)", q, k, scale=1.0)[0][0, 0]
-    size = norm(exact[:n, n:])
-    slack = eps * size
-    leverage = torch.linalg.solve(exact + slack * torch.eye(2 * n), exact).diagonal()
-    need = 56 / 3 * 2 * n * leverage.max() * math.log(4 * n / delta)  # d_stat / beta = 2n max leverage
-    count = math.ceil(need) if landmarks is None else landmarks
+    slack, _, need = promise(exact, n, eps, delta)
+    count = need if landmarks is None else landmarks
     assert count < 2 * n, "the theorem asks for all rows: the case has no power"
-    allowed = max(float(slack), factor * n * gamma / count)
+    allowed = max(slack, factor * n * gamma / count)
     failed = 0
     for seed in range(seeds):
         spec = f"skyformer(landmarks={count}, gamma={gamma}, sampling=iid)"
@@ -92,9 +84,7 @@ def middle(kind, gamma):
 
 def from_transpose(w, steps, scale=1.0):
     """The same iteration from the start of the authors' code, A^T / |A|_1, times a factor."""
-    a, root = degree_scaled(w)
-    start = scale * a.mT / a.abs().sum(-2).amax(-1)[..., None, None]
-    return inverse_iteration(a, start, steps) * root.unsqueeze(-1) * root.unsqueeze(-2)
+    return iterated(w, steps, start="transpose", factor=scale)[0]
 
 
 def assert_below_the_inverse(z, w):
