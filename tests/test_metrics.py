@@ -7,7 +7,17 @@ import torch
 
 from sparing.measure.compare import compare
 from sparing.measure.estimate import estimate, jackknife, proportion
-from sparing.measure.metrics import accuracy, f1, metric_of, metrics_of, nearest_accuracy, scores, spearman
+from sparing.measure.metrics import (
+    accuracy,
+    f1,
+    matthews,
+    metric_of,
+    metrics_of,
+    nearest_accuracy,
+    pearson,
+    scores,
+    spearman,
+)
 from sparing.report.page import page
 from sparing.tasks.documents import Documents
 
@@ -68,6 +78,20 @@ def test_rank_correlation_with_labels():
     assert spearman(known, "exact_") == pytest.approx(1.0)
     assert spearman(known, "") == pytest.approx(float(spearmanr(x, y).statistic))
     assert math.isnan(spearman([{"score": 1.0, "label": float(i)} for i in range(3)], "")), "a constant has no rank"
+
+
+def test_correlations_that_glue_asks_for():
+    # 3 true positives, 1 false one, 1 missed, 2 true negatives
+    known = ends([1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 0, 1, 0, 0])
+    assert matthews(known, "exact_") == pytest.approx(1.0)
+    assert matthews(known, "") == pytest.approx((3 * 2 - 1 * 1) / (4 * 4 * 3 * 3) ** 0.5)
+    assert matthews(ends([0, 0], [0, 1], [0, 1]), "") == 0.0, "one class for everything knows nothing"
+    many = ends([0, 1, 2, 2], [0, 1, 2, 1], [0, 1, 2, 1])
+    assert matthews(many, "exact_") == pytest.approx(1.0)
+    assert 0 < matthews(many, "") < 1
+    scored = [{"score": x, "exact_score": -2 * x, "label": x**2} for x in (1.0, 2.0, 4.0)]
+    assert pearson(scored, "") == -pearson(scored, "exact_") == pytest.approx(0.9897433186107870)
+    assert math.isnan(pearson([{"score": 1.0, "label": float(i)} for i in range(3)], ""))
 
 
 def test_an_interval_by_leaving_out_one():
@@ -172,6 +196,6 @@ def test_metrics_that_a_model_or_its_documents_do_not_have():
         compare(subject(), TEXTS[:2], metric="neighbours", **QUICK)
     assert next(iter(metrics_of("encoder"))) == metric_of("encoder", None).name == "cosine"
     assert scores("classifier", ends([1], [1], [1])) == {
-        "exact_accuracy": 1.0, "accuracy": 1.0, "exact_f1": 1.0, "f1": 1.0,
+        "exact_accuracy": 1.0, "accuracy": 1.0, "exact_f1": 1.0, "f1": 1.0, "exact_matthews": 0.0, "matthews": 0.0,
     }  # fmt: skip
     assert scores("classifier", [{"change": 0.0}]) == {}

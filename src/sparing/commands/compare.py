@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--metric",
         help="what the change is. Encoders: cosine, neighbours, accuracy; language models: perplexity, agreement; "
-        "classifiers: probability, agreement, accuracy, f1, spearman; default: the first",
+        "classifiers: probability, agreement, accuracy, f1, matthews, pearson, spearman; default: the first",
     )
     parser.add_argument("--rounds", type=int, default=5, help="of the timings (default: 5)")
     parser.add_argument(

@@ -50,8 +50,8 @@ def compare(
     methods: specs; None: every training-free method that fits, with a few budgets, and the oracles.
     tolerance: of the change at the end of the model, for the verdict; the upper end of its 95 % interval must be below.
     metric: what the change is: "cosine", "neighbours" or, with labels, "accuracy" for an encoder; "perplexity" or
-        "agreement" for a language model; "probability", "agreement", "accuracy", "f1" or "spearman" for a classifier.
-        None: the first.
+        "agreement" for a language model; "probability", "agreement", "accuracy", "f1", "matthews",
+        "pearson" or "spearman" for a classifier. None: the first.
     rounds: of the timings. seeds: of methods that draw random numbers.
     batch: documents in a padded batch whose time is taken, too; None: 4, or 1 (no batch) for a language model.
     lengths: race the attention calls at growing lengths, for the crossover on this machine.

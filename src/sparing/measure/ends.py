@@ -13,16 +13,19 @@ from sparing.tasks.subject import Subject
 Digest = dict[str, Any]  #: of one document's output; numbers and lists of them, so that JSON keeps it to the bit
 
 
-def digest(subject: Subject, ids: Tensor, output: Any) -> Digest:
-    """What is kept of the model's output for the tokens [n] of a document: all that `END_OF` looks at."""
+def digest(subject: Subject, ids: Tensor, output: Any, *, item: int = 0) -> Digest:
+    """What is kept of the model's output for the tokens [n] of a document: all that `END_OF` looks at.
+
+    item: which of the batch, where nothing in it is padded.
+    """
     if subject.kind == "encoder":
-        return {"embedding": output.last_hidden_state[0].double().mean(0).tolist()}
+        return {"embedding": output.last_hidden_state[item].double().mean(0).tolist()}
     if subject.kind == "language model":
-        logits, wanted = output.logits[0, :-1], ids[1:].to(output.logits.device)
+        logits, wanted = output.logits[item, :-1], ids[1:].to(output.logits.device)
         loss = float(torch.nn.functional.cross_entropy(logits.float(), wanted))
         return {"loss": loss, "next": logits.argmax(-1).tolist()}
     apart = getattr(subject.model.config, "problem_type", None) == "multi_label_classification"
-    return {"logits": output.logits[0].double().tolist(), "apart": apart}
+    return {"logits": output.logits[item].double().tolist(), "apart": apart}
 
 
 def embedding(kept: Digest) -> Tensor:

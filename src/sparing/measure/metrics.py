@@ -79,6 +79,22 @@ def spearman(ends: Sequence[End], which: str) -> float:
     )
 
 
+def pearson(ends: Sequence[End], which: str) -> float:
+    """Correlation of the model's scores with the labels; NaN where all are equal."""
+    pairs = torch.tensor([[end[f"{which}score"], end["label"]] for end in ends], dtype=torch.float64)
+    return float(pairs.mT.corrcoef()[0, 1])
+
+
+def matthews(ends: Sequence[End], which: str) -> float:
+    """Correlation of classes with labels (Matthews; Gorodkin for more than two); 0 where one of them is constant."""
+    found, wanted = [end[f"{which}class"] for end in ends], [end["label"] for end in ends]
+    hits, count = sum(a == b for a, b in zip(found, wanted, strict=True)), len(ends)
+    kinds = {*found, *wanted}
+    both = sum(found.count(one) * wanted.count(one) for one in kinds)
+    spread = [count**2 - sum(side.count(one) ** 2 for one in kinds) for side in (found, wanted)]
+    return (hits * count - both) / math.sqrt(spread[0] * spread[1]) if all(spread) else 0.0
+
+
 def nearest_accuracy(ends: Sequence[End], which: str) -> float:
     """The share of documents whose nearest other document has their label."""
     return sum(end[f"{which}neighbour_label"] == end["label"] for end in ends) / len(ends)
@@ -109,6 +125,11 @@ _ALL = (
     ),
     Metric("accuracy", ("classifier",), "loss of accuracy", score=accuracy, needs=("label", "class")),
     Metric("f1", ("classifier",), "loss of F1", score=f1, needs=("label", "class")),
+    Metric("matthews", ("classifier",), "loss of Matthews correlation", score=matthews, needs=("label", "class")),
+    Metric(
+        "pearson", ("encoder", "classifier"), "loss of correlation with the labels", score=pearson,
+        needs=("label", "score"),
+    ),
     Metric(
         "spearman", ("encoder", "classifier"), "loss of rank correlation with the labels", score=spearman,
         needs=("label", "score"),

@@ -13,7 +13,7 @@ from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
 from sparing.report.numbers import error, finite, megabytes, percent, ratio
 
-SCORES = ("accuracy", "f1", "spearman")  #: against labels; names in `Row.end`
+SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")  #: against labels; names in `Row.end`
 
 
 class Cell(NamedTuple):

@@ -12,6 +12,7 @@ from rich.table import Table
 from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, percentage, rounded
+from sparing.report.page_table import SCORES
 
 _WORDS = {
     FASTER: "[bold green]safe, faster[/]", SLOWER: "[green]safe, slower[/]", UNSAFE: "[red]not safe[/]",
@@ -43,7 +44,7 @@ def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
 def _against_labels(found: Comparison) -> str:
     """What the exact model scores, where there are labels; the rows' own scores are in JSON and on the page."""
     ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
-    names = [name for name in ("accuracy", "f1", "spearman") if f"exact_{name}" in ends]
+    names = [name for name in SCORES if f"exact_{name}" in ends]
     return ", ".join(f"{name} {ends[f'exact_{name}']:.4f}" for name in names)
 
 

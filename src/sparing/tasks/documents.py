@@ -89,7 +89,7 @@ def _rows(
     wanted = {"column": column, "label column": label, "second column": pair}
     if asked := next((f"{what} {name!r}" for what, name in wanted.items() if name is not None), None):
         raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")
-    text = _decoded(path)
+    text = decoded(path)
     return [(text, None, "")] if whole else [(line.strip(), None, "") for line in text.splitlines()]
 
 
@@ -138,7 +138,8 @@ def _ungzip(raw: bytes) -> bytes:
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {".xz": _unxz, ".gz": _ungzip}
 
 
-def _decoded(path: str | Path) -> str:
+def decoded(path: str | Path) -> str:
+    """The text of a file, unpacked where its name says so; what is wrong with it in one line."""
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def _decoded(path: str | Path) -> str:
 
 def _json_lines(path: str | Path) -> list[dict[str, Any]]:
     table = []
-    for number, line in enumerate(_decoded(path).split("\n"), 1):
+    for number, line in enumerate(decoded(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -176,7 +177,7 @@ def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
     def rows(path: str | Path) -> list[dict[str, Any]]:
         # Quotes have no meaning in files of tabs: they stand in the text.
         quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-        lines = csv.DictReader(io.StringIO(_decoded(path)), delimiter=delimiter, quoting=quoting, strict=True)
+        lines = csv.DictReader(io.StringIO(decoded(path)), delimiter=delimiter, quoting=quoting, strict=True)
         table: list[dict[str, Any]] = []
         usual = csv.field_size_limit(2**31 - 1)  # long documents
         try:

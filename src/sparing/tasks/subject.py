@@ -58,11 +58,12 @@ class Subject:
             digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()[:16]
 
-    def run(self, ids: Tensor) -> Any:
-        """The model's output for the tokens [n] of one document, alone and unpadded."""
-        return self.model(input_ids=ids[None].to(self.model.device), **self._extra)
+    def run(self, ids: Tensor, types: Tensor | None = None) -> Any:
+        """The model's output for the tokens [n] of one document, alone and unpadded; types: see `encode_pairs`."""
+        kinds = {} if types is None else {"token_type_ids": types[None].to(self.model.device)}
+        return self.model(input_ids=ids[None].to(self.model.device), **kinds, **self._extra)
 
-    def run_batch(self, rows: Sequence[Tensor]) -> Any:
+    def run_batch(self, rows: Sequence[Tensor], types: Sequence[Tensor] | None = None) -> Any:
         """The model's output for several documents at once, padded on the right, as a loop over batches would."""
         longest = max(len(ids) for ids in rows)
         padding = getattr(self.tokenizer, "pad_token_id", None) or 0
@@ -72,7 +73,10 @@ class Subject:
             ids[number, : len(row)] = row
             mask[number, : len(row)] = 1
         device = self.model.device
-        return self.model(input_ids=ids.to(device), attention_mask=mask.to(device), **self._extra)
+        kinds = {}
+        if types is not None:
+            kinds["token_type_ids"] = torch.nn.utils.rnn.pad_sequence(list(types), batch_first=True).to(device)
+        return self.model(input_ids=ids.to(device), attention_mask=mask.to(device), **kinds, **self._extra)
 
     @property
     def _extra(self) -> dict[str, Any]:
@@ -88,6 +92,22 @@ class Subject:
                 ids = self.tokenizer(text, truncation=True, max_length=length)["input_ids"][:length]
             rows.append(torch.tensor(ids))
         return rows, longer
+
+    def encode_pairs(
+        self, texts: Sequence[str], pairs: Sequence[str], length: int
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Two texts as one document, the way classifiers of pairs read them: token ids [n], at most `length`.
+
+        Also which of the two each token is of, where the model wants to know that. The longer text is cut first.
+        """
+        found = [
+            self.tokenizer(text, pair, truncation="longest_first", max_length=length)
+            for text, pair in zip(texts, pairs, strict=True)
+        ]
+        rows = [torch.tensor(one["input_ids"]) for one in found]
+        if not found or "token_type_ids" not in found[0]:
+            return rows, None
+        return rows, [torch.tensor(one["token_type_ids"]) for one in found]
 
 
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")  # how their files begin
