@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 
 def python_topics() -> list[str]:
     """The help topics of the Python documentation, longest first: about 460 kB of English prose and code."""
     from pydoc_data.topics import topics
 
     return sorted(topics.values(), key=lambda text: (-len(text), text))
+
+
+def python_sentences() -> list[str]:
+    """Sentences of prose of 6 to 30 words from the help topics, in their order."""
+    found = []
+    for text in python_topics():
+        for paragraph in re.split(r"\n\s*\n", text):
+            if re.search(r"^ {4,}|>>>|::", paragraph, re.MULTILINE):
+                continue  # code and grammar
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
+                if 6 <= len(sentence.split()) <= 30 and sentence[0].isupper() and sentence[-1] in ".!?":
+                    found.append(sentence)
+    return found

@@ -37,7 +37,7 @@ def is_approximated(model: nn.Module) -> bool:
     return any(slot.serving and slot.choice is not None and not slot.choice.exact for slot in slots)
 
 
-def swapped(model: nn.Module, what: str | Method, *, seed: int = 0) -> Handle:
+def swapped(model: nn.Module, what: str | Method, *, seed: int | None = 0) -> Handle:
     """`approximate` for a measurement: prompts only, and no warning that a method wants training first."""
     from sparing.transformers.handle import approximate
 
