@@ -1,4 +1,4 @@
-"""Modules for training: attention layers that own the learned state of a method, where it has one."""
+"""An attention layer that owns the learned state of its method, where it has one."""
 
 from __future__ import annotations
 
