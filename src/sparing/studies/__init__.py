@@ -7,7 +7,11 @@ from importlib import import_module
 from sparing.studies.study import Study
 
 #: In the order of the papers.
-NAMES = ("value-aware-example",)
+NAMES = (
+    "value-aware-oracles",
+    "value-aware-example",
+    "skyformer-spectrum",
+)
 
 
 def study(name: str) -> Study:
