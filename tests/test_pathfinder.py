@@ -38,7 +38,7 @@ def joined_by_eye(pixels):
     while queue:
         y, x = queue.popleft()
         for place in lit - seen:
-            if (place[0] - y) ** 2 + (place[1] - x) ** 2 <= 5:
+            if (place[0] - y) ** 2 + (place[1] - x) ** 2 <= 9:
                 seen.add(place)
                 queue.append(place)
     return goal in seen
