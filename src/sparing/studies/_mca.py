@@ -110,8 +110,10 @@ class Problem:
         """The exact model's answers, for each side."""
         return [self._digests(side, lambda length: None)[0] for side in self.sides]
 
-    def run(self, method: MonteCarlo | None, *, padded: bool, seed: int) -> tuple[dict[str, float], Work | None]:
-        """Scores and work with a method; None: of the exact model.
+    def run(
+        self, method: MonteCarlo | None, *, padded: bool, seed: int, half: bool = False
+    ) -> tuple[dict[str, float], Work | None]:
+        """Scores and work with a method; None: of the exact model. half: in every other layer only, from the first.
 
         padded: alpha is meant for inputs padded to 128 tokens, where N is 128; with N tokens alpha N / 128 gives the
         same sample counts.
@@ -126,7 +128,7 @@ class Problem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for side in self.sides:
-                digests, work = self._digests(side, chosen)
+                digests, work = self._digests(side, chosen, half=half)
                 found.append(digests)
                 total = work if total is None or work is None else total + work
         return self._scores(found), total
@@ -154,10 +156,16 @@ class Problem:
 
     @torch.no_grad()
     def _digests(
-        self, side: tuple[Sequence[Tensor], Sequence[Tensor] | None], chosen: Callable[[int], MonteCarlo | None]
+        self,
+        side: tuple[Sequence[Tensor], Sequence[Tensor] | None],
+        chosen: Callable[[int], MonteCarlo | None],
+        *,
+        half: bool = False,
     ) -> tuple[list[Digest], Work | None]:
         """Documents of one length at a time, so that nothing is padded."""
         rows, types = side
+        layers, features = shape_of(self.subject.model)
+        places = range(0, layers, 2 if half else 1)
         found: dict[int, Digest] = {}
         total: Work | None = None
         by_length: dict[int, list[int]] = {}
@@ -165,7 +173,8 @@ class Problem:
             by_length.setdefault(len(ids), []).append(number)
         for length, numbers in sorted(by_length.items()):
             method = chosen(length)
-            with nullcontext() if method is None else swapped(self.subject.model, method, seed=None) as handle:
+            what = dict.fromkeys(places, method) if method is not None else None
+            with nullcontext() if what is None else swapped(self.subject.model, what, seed=None) as handle:
                 for start in range(0, len(numbers), _TOGETHER):
                     some = numbers[start : start + _TOGETHER]
                     kinds = None if types is None else [types[number] for number in some]
@@ -173,8 +182,7 @@ class Problem:
                     for item, number in enumerate(some):
                         found[number] = digest(self.subject, rows[number], output, item=item)
                 if handle is not None:
-                    layers, features = shape_of(self.subject.model)
-                    work = counted(handle.statistics().total, [length] * len(numbers), layers, features, SLOTS)
+                    work = counted(handle.statistics().total, [length] * len(numbers), len(places), features, SLOTS)
                     total = work if total is None else total + work
         return [found[number] for number in range(len(rows))], total
 
@@ -190,7 +198,7 @@ def _unit(digests: Sequence[Digest]) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 1), value=1.0)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def model_of(name: str, rounding: str = "float32") -> Subject:
     """A model whose weights were rounded to a type and are kept in float32."""
     subject = load(name)
@@ -238,7 +246,7 @@ def problem(
     assert known is not None
     assert data is not None
     labels = [float(known.classes.index(label)) for label in given.labels]
-    return Problem(subject, sides, labels, names, _fitted(subject, known, data))
+    return Problem(subject, sides, labels, names, _fitted(name, task, data))
 
 
 def reads_out(task: str, data: Path | None) -> bool:
@@ -257,11 +265,18 @@ def _sides(
     return tuple((subject.encode(texts, SLOTS)[0], None) for texts in (given.texts, given.pairs))
 
 
-def _fitted(subject: Subject, task: glue.Task, data: Path) -> Tensor:
-    """A read-out by ridge regression on one-hot labels."""
-    train = glue.read(task, data, "train", most=_TRAIN)
+def train_of(task: str, data: Path) -> Documents:
+    """What a read-out is fitted on."""
+    return glue.read(glue.TASKS[task], data, "train", most=_TRAIN)
+
+
+@functools.lru_cache(maxsize=4)
+def _fitted(name: str, task: str, data: Path) -> Tensor:
+    """A read-out by ridge regression on one-hot labels, of the model with its weights as they are."""
+    subject, train = model_of(name), train_of(task, data)
     assert train.labels is not None
     seen = Problem(subject, _sides(subject, train, apart=False), None, ())
     rows = _unit(seen.exact[0])
-    wanted = torch.tensor([[float(label == name) for name in task.classes] for label in train.labels]).double()
+    wanted = torch.tensor([[float(label == one) for one in glue.TASKS[task].classes] for label in train.labels])
+    wanted = wanted.double()
     return torch.linalg.solve(rows.mT @ rows + _RIDGE * torch.eye(rows.shape[1]).double(), rows.mT @ wanted)

@@ -13,6 +13,7 @@ from sparing.method import Method, Projection
 from sparing.transformers.slot import slot_of
 
 if TYPE_CHECKING:
+    from sparing.transformers.choose import What
     from sparing.transformers.handle import Handle
 
 
@@ -37,7 +38,7 @@ def is_approximated(model: nn.Module) -> bool:
     return any(slot.serving and slot.choice is not None and not slot.choice.exact for slot in slots)
 
 
-def swapped(model: nn.Module, what: str | Method, *, seed: int | None = 0) -> Handle:
+def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
     """`approximate` for a measurement: prompts only, and no warning that a method wants training first."""
     from sparing.transformers.handle import approximate
 
