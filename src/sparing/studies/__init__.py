@@ -8,6 +8,8 @@ from sparing.studies.study import Study
 
 #: In the order of the papers.
 NAMES = (
+    "mca-glue",
+    "mca-tradeoff",
     "value-aware-oracles",
     "value-aware-example",
     "skyformer-spectrum",
