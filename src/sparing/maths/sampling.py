@@ -105,6 +105,23 @@ def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Te
     return (hits * x) @ _scaled_rows(w, law) / counts.clamp_min(1).unsqueeze(-1)
 
 
+def mean_square_error(weights: Tensor, x: Tensor, w: Tensor, counts: Tensor, *, shared: bool) -> Tensor:
+    """E|sum_j A_ij (H_j - x_j W)|^2 of each row of A, exactly: (m, n), (n, d), (d, e), r (n,) -> (m,) in float64.
+
+    sum_j A_ij^2 V_j for lists of their own; sum_jl A_ij A_il C_jl / max(r_j, r_l) for prefixes of one list, where
+    C = |W|_F^2 X X^T - (XW)(XW)^T and V_j = C_jj / r_j. Tokens with r_j = d are exact; those with r_j = 0 are left out.
+    """
+    weights, x, w = weights.double(), x.double(), w.double()
+    x = x * (w.square().sum(-1) > 0)  # features that are never drawn
+    sampled = (counts > 0) & (counts < x.shape[-1])
+    x, weights = x * sampled.unsqueeze(-1), weights * sampled
+    values, size, r = x @ w, w.square().sum(), counts.clamp_min(1).double()
+    if not shared:
+        return weights.square() @ ((size * x.square().sum(-1) - values.square().sum(-1)) / r)
+    joint = (size * x @ x.mT - values @ values.mT) / r.maximum(r.unsqueeze(-1))
+    return ((weights @ joint) * weights).sum(-1)
+
+
 def ragged_product(
     x: Tensor, w: Tensor, law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool,
     skip: Tensor | None = None,

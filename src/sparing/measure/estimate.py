@@ -76,6 +76,15 @@ def jackknife(statistic: Callable[[Sequence[T]], float], items: Sequence[T]) -> 
     return Estimate(whole, whole - half, whole + half, count)
 
 
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """The p of y ~ x^p that fits best: the slope of log y against log x.
+
+    >>> exponent([1.0, 2.0, 4.0], [3.0, 12.0, 48.0])
+    2.0
+    """
+    return statistics.linear_regression([math.log(each) for each in x], [math.log(each) for each in y]).slope
+
+
 def student(probability: float, freedom: int) -> float:
     """The quantile of Student's distribution, by bisection of its distribution function."""
     low, high = 0.0, 1.0

@@ -8,6 +8,7 @@ from sparing.studies.study import Study
 
 #: In the order of the papers.
 NAMES = (
+    "mca-bounds",
     "mca-glue",
     "mca-tradeoff",
     "value-aware-oracles",
