@@ -1,5 +1,5 @@
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -243,6 +243,47 @@ def test_a_model_that_does_not_say_its_task_or_whose_file_is_missing(tmp_path):
     named = classifier(tmp_path / "bert-rte", layers=1)
     with pytest.raises(ValueError, match=r"DATA.glue.RTE.dev\.tsv"):
         study(NAME).cells(Settings(model=str(named)))
+
+
+def test_an_encoders_classes_are_read_out(tmp_path):
+    """A word decides the class, and the read-out learns it; with the labels turned round it is always wrong."""
+    folder = str(classifier(tmp_path / "plain", layers=1, encoder=True))
+    lines = [(f"{word} {' '.join(chr(97 + (i * k) % 6) for k in (1, 2, 3))}", label)
+             for i in range(30) for word, label in (("good", 1), ("bad", 0))]  # fmt: skip
+    head = "sentence\tlabel\n"
+    write(tmp_path, "SST-2", head + "".join(f"{text}\t{label}\n" for text, label in lines), "train")
+    write(tmp_path, "SST-2", head + "".join(f"{text}\t{label}\n" for text, label in lines[7:31]))
+    given = problem(folder, "SST-2", tmp_path, None)
+    assert given.names == ("accuracy",)
+    assert given.run(None, padded=False, seed=0)[0]["accuracy"] >= 0.9
+    turned = replace(given, labels=[1 - label for label in given.labels])
+    assert turned.run(None, padded=False, seed=0)[0]["accuracy"] <= 0.1
+    pairs = problem(folder, "help topics", None, 3, apart=True)
+    scores, found = pairs.run(MonteCarlo(alpha=0.0), padded=True, seed=0)
+    assert scores == {"spearman": pytest.approx(1.0), "cosine": pytest.approx(1.0)}
+    assert found.rate == found.tokens == sum(len(ids) for rows, _ in pairs.sides for ids in rows)
+
+
+def test_few_documents_are_spread_over_the_file(tmp_path):
+    data = write(
+        tmp_path, "RTE", "sentence1\tsentence2\tlabel\n" + "".join(f"{i}\tx{i}\tentailment\n" for i in range(9))
+    )
+    found = documents_of("RTE", data, 3)
+    assert (found.texts, found.pairs, len(found.labels)) == (("0", "3", "6"), ("x0", "x3", "x6"), 3)
+    assert len(documents_of("RTE", data, 20)) == len(documents_of("RTE", data, None)) == 9
+
+
+def test_an_encoder_has_a_score_where_it_can(tmp_path):
+    data = write(write(tmp_path, "SST-2", sentences(4)), "CoLA", "x\t1\t\ta b\n")
+    write(data, "STS-B", "sentence1\tsentence2\tscore\na\tb\t1.0\n")
+    cells = study(NAME).cells(Settings(data=data))
+    kinds = {(cell["task"], cell["apart"], cell["method"] == "mean") for cell in cells}
+    assert {kind[:2] for kind in kinds} == {("CoLA", False), ("SST-2", False), ("STS-B", False), ("STS-B", True)}
+    assert {kind[:2] for kind in kinds if kind[2]} == {("STS-B", True)}, "nothing reads out SST-2's classes"
+    write(data, "SST-2", sentences(4), "train")
+    cells = [cell for cell in study(NAME).cells(Settings(data=data)) if cell["task"] == "SST-2"]
+    assert any(cell["method"] == "mean" for cell in cells)
+    assert all(cell["train"] for cell in cells)
 
 
 def test_without_data_there_are_the_help_topics():

@@ -8,8 +8,8 @@ from sparing.tasks.glue import TASKS
 WORDS = ["a", "b", "c", "d", "e", "f", "good", "bad", "film", "very", "not", "it", "is"]
 
 
-def classifier(folder, labels=2, layers=2):
-    """BERT with random weights and a tokenizer of few words."""
+def classifier(folder, labels=2, layers=2, encoder=False):
+    """BERT with random weights and a tokenizer of few words; encoder: without its head."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
@@ -18,7 +18,8 @@ def classifier(folder, labels=2, layers=2):
         vocab_size=32, hidden_size=32, num_attention_heads=4, num_hidden_layers=layers, intermediate_size=32,
         num_labels=labels, initializer_range=0.4, max_position_embeddings=140,
     )  # fmt: skip
-    BertForSequenceClassification(config).save_pretrained(folder)
+    model = BertForSequenceClassification(config)
+    (model.bert if encoder else model).save_pretrained(folder)
     return folder
 
 

@@ -212,11 +212,18 @@ def model_of(name: str, rounding: str = "float32") -> Subject:
 
 @functools.lru_cache(maxsize=16)
 def documents_of(task: str, data: Path | None, most: int | None) -> Documents:
-    """Of a GLUE task, or pairs of neighbouring sentences of the help topics."""
-    if task != TOPICS:
-        return glue.read(glue.TASKS[task], data, most=most)
-    found = python_sentences()[: 2 * (most or SLOTS)]
-    return Documents(TOPICS, tuple(found[0::2]), pairs=tuple(found[1::2]))
+    """Of a GLUE task, evenly spread over its file, whose parts differ; or neighbouring sentences of the help topics."""
+    if task == TOPICS:
+        found = python_sentences()[: 2 * (most or SLOTS)]
+        return Documents(TOPICS, tuple(found[0::2]), pairs=tuple(found[1::2]))
+    whole = glue.read(glue.TASKS[task], data)
+    if most is None or most >= len(whole):
+        return whole
+    numbers = [number * len(whole) // most for number in range(most)]
+    labels, pairs = (
+        None if part is None else tuple(part[number] for number in numbers) for part in (whole.labels, whole.pairs)
+    )
+    return replace(whole, texts=tuple(whole.texts[number] for number in numbers), labels=labels, pairs=pairs)
 
 
 @functools.lru_cache(maxsize=2)
@@ -225,9 +232,9 @@ def problem(
 ) -> Problem:
     """A classifier on its task, or an encoder on what it can do without being tuned.
 
-    apart: an encoder compares the two texts of each document by the cosine of their embeddings. On tasks of one
-    sentence a least-squares read-out of its embedding, fitted on the training set, gives the class. Of pairs that are
-    read as one there is no score but the cosine with the exact model's embedding.
+    apart: an encoder compares the two texts of each document by the cosine of their embeddings. For SST-2 a
+    least-squares read-out of its embedding, fitted on the training set, gives the class. Of other tasks there is no
+    score but the cosine with the exact model's embedding.
     """
     subject, given = model_of(name, rounding), documents_of(task, data, most)
     known = glue.TASKS.get(task)
@@ -250,9 +257,12 @@ def problem(
 
 
 def reads_out(task: str, data: Path | None) -> bool:
-    """Whether an encoder's classes can be read out: of tasks of one sentence with a training set."""
-    known = glue.TASKS.get(task)
-    return known is not None and known.pair is None and data is not None and known.path(data, "train").is_file()
+    """Whether an encoder's classes can be read out: of SST-2, if its training set is there.
+
+    It is the one task that asks what a single sentence means; whether a sentence is grammatical (CoLA) does not show
+    in an embedding.
+    """
+    return task == "SST-2" and data is not None and glue.TASKS[task].path(data, "train").is_file()
 
 
 def _sides(

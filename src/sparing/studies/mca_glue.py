@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparing.measure.estimate import Estimate
 from sparing.methods.monte_carlo import MonteCarlo
-from sparing.studies._mca import SLOTS, TOPICS, documents_of, model_of, problem, reads_out
+from sparing.studies._mca import SLOTS, TOPICS, documents_of, model_of, problem, reads_out, train_of
 from sparing.studies._mca_glue import (
     ALPHAS,
     Case,
@@ -67,23 +67,27 @@ def _cells(settings: Settings) -> list[Cell]:
 def _tasks(settings: Settings) -> list[dict[str, Any]]:
     """What is run: a model, a task, how its pairs are read, and whether there is a score."""
     given = [] if settings.data is None else glue.given(settings.data)
+    own = settings.model
+    tuned = settings.scale == "paper" if own is None else model_of(own).kind == "classifier"
     found: list[dict[str, Any]] = []
 
     def add(family: str, model: str, task: str, *, apart: bool = False, scored: bool = True) -> None:
         most = None if not settings.small else MOST if scored else MOST_JOINT
         data = documents_of(task, settings.data, most)
         weights = {} if settings.model is None else {"weights": model_of(settings.model).fingerprint}
+        if settings.data is not None and scored and not apart and not tuned and reads_out(task, settings.data):
+            weights["train"] = train_of(task, settings.data).fingerprint
         found.append({
             "family": family, "model": model, **weights, "task": task, "apart": apart, "documents": len(data),
             "data": data.fingerprint, "scored": scored,
         })  # fmt: skip
 
-    if settings.model is not None and model_of(settings.model).kind == "classifier":
-        subject = model_of(settings.model)
+    if own is not None and tuned:
+        subject = model_of(own)
         task = glue.task_of(subject.name, subject.model.config, given or list(glue.TASKS.values()))
         for name in (task.name, *(("MNLI-mm",) if task.name == "MNLI" and glue.TASKS["MNLI-mm"] in given else ())):
-            add(subject.name, settings.model, name)
-    elif settings.scale == "paper" and settings.model is None:
+            add(subject.name, own, name)
+    elif tuned:
         for family, ids in WEIGHTS.items():
             for task in given or [glue.TASKS["CoLA"]]:  # whose file the error names
                 add(family, ids[task.name.removesuffix("-mm")], task.name)
