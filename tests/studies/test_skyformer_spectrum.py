@@ -5,9 +5,9 @@ import torch
 
 import sparing
 from sparing.measure.capture import capture
-from sparing.studies.skyformer_spectrum import STUDY, blocks, outputs, ratio, spectrum, untrained
+from sparing.studies.skyformer_spectrum import STUDY, blocks, mean_row, outputs, ratio, spectrum, untrained
 from sparing.studies.study import Settings
-from sparing.tasks.text import list_expressions, python_sources
+from sparing.tasks.text import python_sources
 
 from small_models import subject
 from verdicts import changed, verdict
@@ -59,7 +59,21 @@ def test_singular_values_of_matrices_that_are_known():
     assert found["stable_rank"] == pytest.approx((64 + 16 + 4) / 64, rel=1e-4)
     assert found["above"] == 3
     assert found["matrices"] == 2
-    assert ratio(found, 2) == pytest.approx(0.5, rel=1e-4)
+    assert 0 < found["mean_row"] < 0.5
+
+
+def test_rows_that_are_all_alike_are_their_mean():
+    alike = torch.randn(1, 1, 8, dtype=torch.float64).expand(1, 20, 8)
+    assert float(mean_row(alike)) == pytest.approx(1)
+    apart = torch.cat([alike[:, :10], -alike[:, :10]], dim=1)
+    assert float(mean_row(apart)) == pytest.approx(0, abs=1e-12)
+    assert float(mean_row(torch.cat([2 * alike, 0 * alike], dim=1))) == pytest.approx(0.5)
+
+
+def test_a_ratio_of_means():
+    found = spectrum([torch.diag(torch.tensor([8.0, 4.0]))[None], torch.diag(torch.tensor([4.0, 1.0]))[None]])
+    assert found["values"] == pytest.approx([6, 2.5])
+    assert ratio(found, 2) == pytest.approx(2.5 / 6)
 
 
 def test_heads_stand_side_by_side_up_to_64_columns():
@@ -102,7 +116,7 @@ def test_untrained_weights_are_others_and_always_the_same():
 
 def test_reviews_are_read_where_they_are(tmp_path):
     texts = {cell["text"] for cell in STUDY.cells(Settings(data=tmp_path))}
-    assert texts == {"help topics", "list expressions", "Python source"}
+    assert texts == {"help topics", "ListOps", "Python source"}
     (tmp_path / "imdb").mkdir()
     (tmp_path / "imdb" / "test.jsonl").write_text(json.dumps({"text": "a film", "label": 1}) + "\n")
     cells = STUDY.cells(Settings(data=tmp_path))
@@ -115,17 +129,6 @@ def test_the_papers_models_have_to_be_named():
     with pytest.raises(ValueError, match=r"Long Range Arena.*--model"):
         STUDY.cells(Settings("paper"))
     assert {cell["model"] for cell in STUDY.cells(Settings("paper", model="here"))} == {"here"}
-
-
-def test_expressions_are_closed_and_always_the_same():
-    found = list_expressions(3, words=200)
-    assert found == list_expressions(3, words=200)
-    assert found != list_expressions(3, words=200, seed=1)
-    for text in found:
-        words = text.split()
-        assert len(words) >= 200
-        assert sum(word.startswith("[") for word in words) == words.count("]")
-        assert set(words) <= {"[MIN", "[MAX", "[MED", "[SM", "]", *map(str, range(10))}
 
 
 def test_sources_are_long_enough():

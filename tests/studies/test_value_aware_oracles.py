@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
+from sparing.studies._value_aware import Group, between, budget, groups
 from sparing.studies.study import Settings
-from sparing.studies.value_aware_oracles import MASKED, STUDY, Group, between, budget, built, groups
+from sparing.studies.value_aware_oracles import MASKED, STUDY, built
 from sparing.tasks import masked
 
 from small_models import subject

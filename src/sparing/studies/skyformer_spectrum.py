@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from sparing.attention import attention
 from sparing.measure.swap import cut
 from sparing.studies.figure import PAPER, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
-from sparing.tasks import documents, subject, text
+from sparing.tasks import documents, listops, subject, text
 from sparing.tasks.documents import Documents
 from sparing.transformers.watch import Seen, rehearse
 
@@ -29,13 +30,14 @@ READ_OFF = {
 }  # fmt: skip
 FIRST = 200.0  #: the paper's value number 1, about
 WEIGHTS = ("pretrained", "random")
+LISTS = 40  #: of ListOps
 
 
 def _texts(settings: Settings) -> dict[str, Documents]:
     """By what they are."""
     found = {
         "help topics": documents.default(),
-        "list expressions": Documents("nested lists", tuple(text.list_expressions(8))),
+        "ListOps": Documents("ListOps", tuple(" ".join(words) for words in islice(listops.examples(0), LISTS))),
         "Python source": Documents("standard library", tuple(text.python_sources())),
     }
     if settings.data is not None:
@@ -131,9 +133,16 @@ def spectrum(found: Sequence[Tensor]) -> Row:
     return {
         "values": values.mean(0).tolist(),
         "stable_rank": float((values / first).square().sum(-1).mean()),
+        "mean_row": float(torch.cat([mean_row(each) for each in found]).mean()),
         "above": float((values > 1e-3 * first).double().sum(-1).mean()),
         "matrices": len(values),
     }
+
+
+def mean_row(found: Tensor) -> Tensor:
+    """The share of the squared size of [..., n, e] that is left if every row is the mean of all rows."""
+    found = found.double()
+    return found.shape[-2] * found.mean(-2).square().sum(-1) / found.square().sum((-2, -1))
 
 
 def ratio(row: Row, number: int) -> float:
@@ -176,10 +185,10 @@ def _order(rows: Rows) -> Judgement:
 
 
 def _tables(rows: Rows) -> list[Table]:
-    columns = ["model", "weights", "text", "no. 10 / 1", "no. 64 / 1", "stable rank", "above 1e-3", "of"]
+    columns = ["model", "weights", "text", "no. 10 / 1", "no. 64 / 1", "stable rank", "> 1e-3", "mean row"]
     lines = [
         [row["model"], row["weights"], row["text"], f"{ratio(row, 10):.1e}", f"{ratio(row, 64):.1e}",
-         f"{row['stable_rank']:.2f}", f"{row['above']:.1f}", str(len(row["values"]))]
+         f"{row['stable_rank']:.2f}", f"{row['above']:.0f} of {len(row['values'])}", f"{row['mean_row']:.1%}"]
         for row in rows
     ]  # fmt: skip
     paper = [
@@ -207,7 +216,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
             )  # fmt: skip
         for number, (task, points) in enumerate(READ_OFF.items()):
             ratios = [point / FIRST for point in points]
-            each.plot((10, 64), ratios, **{**PAPER, "marker": "x+12"[number]}, label=f"paper: {task}")
+            each.plot((10, 64), ratios, **{**PAPER, "marker": "x+12"[number]}, label=f"paper, read off: {task}")
         each.set(
             yscale="log", xlabel="number of the singular value", ylabel="singular value / the largest",
             title=f"{model}: second layer, n x {len(pick(rows, model=model)[0]['values'])}",
@@ -231,14 +240,16 @@ STUDY = Study(
             "fast", "appendix B, Figure 2", "the singular values of attention's output decay fast",
             "number 10 is 4e-4 (ListOps) to 6e-3 (Retrieval) of number 1",
             "below 1e-2 in every pretrained model on every text; same shape: in one model", _fast,
-            otherwise="The paper's models were trained on one task each and have two layers of width 64; ours were "
-            "pretrained on much text and are wider. Untrained weights, which are measured beside them, say what the "
-            "architecture alone does.",
+            otherwise="Pretrained layers decay far slower; untrained weights of the same architecture, measured beside "
+            "them, come near to the paper's figures. Untrained attention is nearly uniform: all rows of its output are "
+            "nearly the mean of the values, and that one row is nearly the whole matrix (column 'mean row'). A fast "
+            "decay by itself can therefore mean that attention does little. The paper's models, two layers of width 64 "
+            "trained on one task each, are not here; where they stand between the two is open.",
         ),
         Claim(
             "tail", "appendix B, Figure 2", "the last of 64 is about 1e-5 of the first", "5e-7 (ListOps) to 2e-5 "
             "(Retrieval)", "below 1e-4 in every pretrained model on every text; same shape: in one model", _tail,
-            otherwise="See the claim above: other models, other tasks.",
+            otherwise="As above: untrained weights come near to it, pretrained ones do not.",
         ),
         Claim(
             "order", "appendix B, Figure 2", "harder tasks decay slower: Retrieval and Pathfinder behind Text and "

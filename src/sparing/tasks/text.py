@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from inspect import getsource
-from random import Random
 
 
 def python_topics() -> list[str]:
@@ -33,26 +32,3 @@ def python_sources() -> list[str]:
     names = ("argparse", "ast", "difflib", "doctest", "inspect", "pdb", "pickle", "tarfile", "typing", "zipfile")
     found = [getsource(import_module(name)) for name in names]
     return [text for text in found if len(text) > 30_000]
-
-
-def list_expressions(count: int, *, words: int = 2000, seed: int = 0) -> list[str]:
-    """Nested expressions over digits, such as `[MAX 2 9 [MIN 4 7 ] 0 ]`, of so many words or more each.
-
-    In the style of ListOps (Nangia and Bowman 2018): minimum, maximum, median and the sum modulo ten of up to ten
-    arguments, nested up to ten deep.
-    """
-    random = Random(seed)
-
-    def expression(depth: int) -> list[str]:
-        if depth == 10 or (depth > 1 and random.random() < 0.75):
-            return [str(random.randrange(10))]
-        parts = [word for _ in range(random.randint(2, 10)) for word in expression(depth + 1)]
-        return [f"[{random.choice(('MIN', 'MAX', 'MED', 'SM'))}", *parts, "]"]
-
-    texts = []
-    for _ in range(count):
-        found: list[str] = []
-        while len(found) < words:
-            found += expression(1)
-        texts.append(" ".join(found))
-    return texts
