@@ -1,11 +1,16 @@
 """GLUE's files with their quirks, and sentence pairs as one input of a classifier."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from sparing.measure.compare import compare
+from sparing.measure.prepare import prepare
+from sparing.measure.quality import quality
+from sparing.tasks.documents import Documents
 from sparing.tasks.glue import TASKS, classes_of, given, read, task_of
 from sparing.tasks.subject import Subject
 
@@ -106,8 +111,8 @@ def test_a_classifier_says_which_task_it_is_for():
 class Pairs:
     """A tokenizer of sorts: 1 text 2 pair 2."""
 
-    def __call__(self, text, pair, truncation, max_length):
-        assert truncation == "longest_first"
+    def __call__(self, text, pair, truncation, max_length=1000, verbose=True):
+        assert truncation in (False, "longest_first")
         first, second = ([3 + b % 90 for b in part.encode()] for part in (text, pair))
         while len(first) + len(second) > max_length - 3:
             (first if len(first) > len(second) else second).pop()
@@ -119,8 +124,9 @@ def test_a_pair_is_one_input_with_token_types():
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**TOKENS, **SMALL, num_labels=2)).eval()
     subject = Subject("pairs", model, Pairs())
-    rows, types = subject.encode_pairs(["abcdef", "ab"], ["xy", "vwxyz"], 9)
-    assert [len(row) for row in rows] == [9, 9]
+    rows, types, longer = subject.encode_pairs(["abcdef", "ab"], ["xy", "vwx"], 9)
+    assert longer == 1
+    assert [len(row) for row in rows] == [9, 8]
     assert types[0].tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1]
     with torch.no_grad():
         alone = subject.run(rows[0], types[0]).logits
@@ -128,3 +134,24 @@ def test_a_pair_is_one_input_with_token_types():
         both = subject.run_batch([rows[0], rows[1][:6]], [types[0], types[1][:6]]).logits
         assert torch.allclose(both[:1], alone, atol=1e-5)
         assert torch.allclose(both[1:], subject.run(rows[1][:6], types[1][:6]).logits, atol=1e-5)
+
+
+def test_a_comparison_reads_both_texts_of_a_classifiers_pair():
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**TOKENS, **SMALL, num_labels=2)).eval()
+    subject = Subject("pairs", model, Pairs())
+    given = Documents("pairs", ("abcdef", "ab", "cde"), (0, 1, 0), pairs=("xy", "vwx", "z"))
+    found = prepare(subject, given, documents=3)
+    assert [len(ids) for ids in found.rows] == [len(kinds) for kinds in found.types] == [11, 8, 7]
+    assert found.pairs is None
+    with torch.no_grad():
+        logits = subject.run(found.rows[0], found.types[0]).logits[0]
+    ends = quality(subject, found.rows, "window(size=100)", types=found.types).ends
+    assert ends[0]["exact_class"] == float(logits.argmax())
+    plain = quality(subject, found.rows, "window(size=2)").ends
+    typed = quality(subject, found.rows, "window(size=2)", types=found.types).ends
+    assert plain[0]["change"] != typed[0]["change"]
+    other = replace(found, types=tuple(1 - kinds for kinds in found.types))
+    assert found.fingerprint != other.fingerprint, "kept results are of these token types"
+    quick = {"methods": ["window(size=2)"], "rounds": 1, "jobs": 1, "lengths": False, "batch": 1}
+    assert "accuracy" in compare(subject, given, metric="accuracy", **quick).rows[0].end

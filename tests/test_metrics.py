@@ -155,8 +155,8 @@ def test_pairs_of_texts():
     words = Documents("words", tuple(TEXTS), ("yes", "no", "yes", "no", "no"), pairs=pairs)
     with pytest.raises(ValueError, match=r"label 'yes' is no number"):
         compare(one, words, metric="spearman", **QUICK)
-    with pytest.raises(ValueError, match=r"pair: .* the model is a classifier"):
-        compare(classifier(3), given, **QUICK)
+    with pytest.raises(ValueError, match=r"pair: .* this is a language model"):
+        compare(subject("gpt2"), given, **QUICK)
 
 
 def test_the_nearest_documents_label():

@@ -26,7 +26,9 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     add_subject(parser)
-    parser.add_argument("--pair", metavar="COLUMN", help="of a second text: how similar are they, for an encoder")
+    parser.add_argument(
+        "--pair", metavar="COLUMN", help="of a second text, that an encoder compares or a classifier also reads"
+    )
     parser.add_argument("--label", metavar="COLUMN", help="of labels, in tables: adds scores against them")
     parser.add_argument("--documents", type=int, help="how many, the first ones (default: 8)")
     parser.add_argument("--seeds", type=int, default=2, help="of methods that draw random numbers (default: 2)")

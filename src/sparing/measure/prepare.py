@@ -36,6 +36,7 @@ class Prepared:
     data_fingerprint: str
     longer: int  #: documents that were cut
     skipped: int  #: documents without text, or of one token
+    types: tuple[Tensor, ...] | None = None  #: which of two texts each token is of, where a classifier reads two as one
 
     @property
     def tokens(self) -> int:
@@ -45,7 +46,8 @@ class Prepared:
     @property
     def fingerprint(self) -> str:
         """Of the tokens: what a model makes of them hangs on nothing else."""
-        return fingerprint(self.rows) + ("" if self.pairs is None else f" with {fingerprint(self.pairs)}")
+        beside = [part for part in (self.pairs, self.types) if part is not None]
+        return " with ".join(fingerprint(part) for part in (self.rows, *beside))
 
     @property
     def typical(self) -> Tensor:
@@ -84,11 +86,14 @@ def prepare(
     usual = 1024 if subject.kind == "language model" else 512
     given = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
     most = length or min(usual, limit or usual)
-    rows, longer = subject.encode(given.texts[:documents], most)
-    pairs = None
-    if given.pairs is not None:
-        if subject.kind != "encoder":
-            raise ValueError(f"pair: texts are compared by an encoder's embeddings, and the model is a {subject.kind}")
+    pairs = types = None
+    if given.pairs is not None and subject.kind == "classifier":
+        rows, types, longer = subject.encode_pairs(given.texts[:documents], given.pairs[:documents], most)
+    else:
+        rows, longer = subject.encode(given.texts[:documents], most)
+    if given.pairs is not None and subject.kind == "language model":
+        raise ValueError("pair: an encoder compares two texts and a classifier reads both; this is a language model")
+    if given.pairs is not None and subject.kind == "encoder":
         pairs, also = subject.encode(given.pairs[:documents], most)
         longer += also
     kept = [number for number, ids in enumerate(rows) if len(ids) > 1 and (pairs is None or len(pairs[number]) > 1)]
@@ -101,7 +106,7 @@ def prepare(
     return Prepared(
         subject, source, tuple(rows[number] for number in kept),
         None if pairs is None else tuple(pairs[number] for number in kept), labels, given.name, given.fingerprint,
-        longer, len(rows) - len(kept) + given.empty,
+        longer, len(rows) - len(kept) + given.empty, None if types is None else tuple(types[number] for number in kept),
     )  # fmt: skip
 
 

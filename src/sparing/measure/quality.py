@@ -50,12 +50,14 @@ def quality(
     *,
     seed: int = 0,
     pairs: Sequence[Tensor] | None = None,
+    types: Sequence[Tensor] | None = None,
 ) -> Quality:
     """Run each document [n] twice, alone and unpadded: exactly, looking at every layer, and with the method.
 
     The first run is the exact model's, so it also gives what the second one's output is compared with.
 
     pairs: a second text of each document, for an encoder; how similar the two are is then known, too.
+    types: of the tokens, where a document is two texts that a classifier reads as one.
     """
     method = _method(what)
     watch = _Watch(method)
@@ -65,11 +67,12 @@ def quality(
     work = [0.0, 0.0]
     for number, ids in enumerate(rows):
         inputs = [ids] if pairs is None else [ids, pairs[number]]
+        kinds = None if types is None else types[number]
         with rehearse(subject.model, method, watch, seed=seed):
-            exact = [digest(subject, each, subject.run(each)) for each in inputs]
+            exact = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
         watch.next()
         with swapped(subject.model, method, seed=seed) as handle:
-            found = [digest(subject, each, subject.run(each)) for each in inputs]
+            found = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
             total = handle.statistics().total
         ends.append(end_of(subject.kind, exact, found))
         outputs.append((exact[0], found[0]))

@@ -66,7 +66,7 @@ class Sweep:
         cells = self._quality_cells()
         # A model without a name goes to other processes as it is.
         source: Source = self.given.source if jobs > 1 or backend is not None else self.given.subject
-        work = functools.partial(_quality, source, self.given.rows, self.given.pairs)
+        work = functools.partial(_quality, source, self.given.rows, self.given.pairs, self.given.types)
         found: Found = {spec: [] for spec in self.specs}
         parts = measured(cells, work, self.store, jobs=jobs, backend=backend, done=self._tell)
         for cell, part in zip(cells, parts, strict=True):
@@ -182,11 +182,17 @@ def layer_names(found: Found) -> list[str]:
     return next(([layer["layer"] for layer in x["layers"]] for x, *_ in found.values() if "refused" not in x), [])
 
 
-def _quality(source: Source, rows: Sequence[Tensor], pairs: Sequence[Tensor] | None, cell: Cell) -> Any:
+def _quality(
+    source: Source,
+    rows: Sequence[Tensor],
+    pairs: Sequence[Tensor] | None,
+    types: Sequence[Tensor] | None,
+    cell: Cell,
+) -> Any:
     with threads(1):
         some = rows[: cell["documents"]]
         try:
-            return asdict(quality(fetched(source), some, cell["method"], seed=cell["seed"], pairs=pairs))
+            return asdict(quality(fetched(source), some, cell["method"], seed=cell["seed"], pairs=pairs, types=types))
         except Unsupported as error:
             return {"refused": str(error)}
 

@@ -271,7 +271,7 @@ def _sides(
     if given.pairs is None:
         return ((subject.encode(given.texts, SLOTS)[0], None),)
     if not apart:
-        return (subject.encode_pairs(given.texts, given.pairs, SLOTS),)
+        return (subject.encode_pairs(given.texts, given.pairs, SLOTS)[:2],)
     return tuple((subject.encode(texts, SLOTS)[0], None) for texts in (given.texts, given.pairs))
 
 

@@ -95,19 +95,23 @@ class Subject:
 
     def encode_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], length: int
-    ) -> tuple[list[Tensor], list[Tensor] | None]:
+    ) -> tuple[list[Tensor], list[Tensor] | None, int]:
         """Two texts as one document, the way classifiers of pairs read them: token ids [n], at most `length`.
 
-        Also which of the two each token is of, where the model wants to know that. The longer text is cut first.
+        Also which of the two each token is of, where the model wants to know that, and how many were longer. The longer
+        text is cut first.
         """
-        found = [
-            self.tokenizer(text, pair, truncation="longest_first", max_length=length)
-            for text, pair in zip(texts, pairs, strict=True)
-        ]
+        found, longer = [], 0
+        for text, pair in zip(texts, pairs, strict=True):
+            one = self.tokenizer(text, pair, truncation=False, verbose=False)
+            if len(one["input_ids"]) > length:
+                longer += 1
+                one = self.tokenizer(text, pair, truncation="longest_first", max_length=length)
+            found.append(one)
         rows = [torch.tensor(one["input_ids"]) for one in found]
         if not found or "token_type_ids" not in found[0]:
-            return rows, None
-        return rows, [torch.tensor(one["token_type_ids"]) for one in found]
+            return rows, None, longer
+        return rows, [torch.tensor(one["token_type_ids"]) for one in found], longer
 
 
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")  # how their files begin
