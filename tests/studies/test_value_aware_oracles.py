@@ -103,6 +103,12 @@ def test_a_multipole_outside_the_range_is_not_judged():
     assert verdict(NAME, "multipole", changed(ROWS, of(POLES), read=400.0)) == "not run"
 
 
+def test_nothing_is_claimed_without_rows():
+    rows = swaps("minilm", "encoder", 512, {"exact": 0.0})
+    for claim in STUDY.claims:
+        assert verdict(NAME, claim.key, rows) == "not run", claim.key
+
+
 def test_seeds_count_together():
     rows = swaps("minilm", "encoder", 512, {"exact": 0.0, FEW: 0.2})
     both = Group([*rows, {**rows[1], "seed": 1, "value": 0.4}])

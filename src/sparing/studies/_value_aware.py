@@ -62,7 +62,7 @@ class Group:
 
     def show(self, spec: str) -> str:
         found = self.values[spec]
-        return f"{found:.3f}" if self.kind == "encoder" else f"{found:.1f}"
+        return f"{abs(found):.3f}" if self.kind == "encoder" else f"{found:.1f}"
 
 
 def groups(rows: Rows) -> list[Group]:

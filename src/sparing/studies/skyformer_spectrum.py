@@ -68,8 +68,11 @@ def _cells(settings: Settings) -> list[Cell]:
 
 @functools.lru_cache(maxsize=1)
 def _loaded(model: str, weights: str) -> subject.Subject:
-    found = subject.load(model)
+    found = _pretrained(model)
     return found if weights == "pretrained" else untrained(found)
+
+
+_pretrained = functools.lru_cache(maxsize=1)(subject.load)
 
 
 def untrained(found: subject.Subject, *, seed: int = 0) -> subject.Subject:
