@@ -6,6 +6,7 @@ import torch
 from sparing.maths.sampling import mean_square_error
 from sparing.method import Projection
 from sparing.studies import mca_bounds, study
+from sparing.studies._mca_bounds import gaussian, row_error, token_error, worst
 from sparing.studies.study import Settings
 
 from verdicts import changed, verdict
@@ -140,8 +141,8 @@ def test_the_exact_error_of_two_tokens_by_all_their_samples():
 
 @pytest.mark.parametrize("samples", ["independent", "shared"])
 def test_a_small_call_errs_as_predicted(samples):
-    layer = mca_bounds.gaussian(12, heads=2, width=8, features=24)
-    found = mca_bounds.row_error(layer.query, layer.key, layer.value, 1.0, samples, 150)
+    layer = gaussian(12, heads=2, width=8, features=24)
+    found = row_error(layer.query, layer.key, layer.value, 1.0, samples, 150)
     assert abs(found["z"]) < mca_bounds.LIMIT
     assert 0 < found["worst_mean"] < found["worst_rms"] < 1
     assert found["bound"] == pytest.approx(
@@ -149,22 +150,22 @@ def test_a_small_call_errs_as_predicted(samples):
     )
     # Control: tokens with much in common, where the two kinds of samples differ.
     alike = layer.value.x[:, :1] + 0.1 * layer.value.x
-    found = mca_bounds.row_error(layer.query, layer.key, Projection(alike, *layer.value[1:]), 1.0, samples, 150)
+    found = row_error(layer.query, layer.key, Projection(alike, *layer.value[1:]), 1.0, samples, 150)
     assert abs(found["rms"] / found["predicted"] - 1) < 0.25 < abs(found["rms"] / found["other"] - 1)
 
 
 def test_a_token_errs_by_lemma_1():
-    layer = mca_bounds.gaussian(4, heads=2, width=8, features=64)
-    found = {r: mca_bounds.token_error(layer.value, 2, r, 2000) for r in (1, 16)}
+    layer = gaussian(4, heads=2, width=8, features=64)
+    found = {r: token_error(layer.value, 2, r, 2000) for r in (1, 16)}
     assert all(abs(row["z"]) < mca_bounds.LIMIT > row["excess"] for row in found.values())
     assert found[16]["bound"] == pytest.approx(found[1]["bound"] / 4)
     assert found[16]["rms"] == pytest.approx(found[1]["rms"] / 4, rel=0.1)
 
 
 def test_the_worst_cases():
-    assert mca_bounds.worst("equal tokens", "up", 20)["ratio"] == pytest.approx(1.0)
-    assert mca_bounds.worst("one token", "down", 5)["ratio"] == pytest.approx(math.sqrt(1.99))
-    up = mca_bounds.worst("one token", "up", 50)
+    assert worst("equal tokens", "up", 20)["ratio"] == pytest.approx(1.0)
+    assert worst("one token", "down", 5)["ratio"] == pytest.approx(math.sqrt(1.99))
+    up = worst("one token", "up", 50)
     assert up["r"] == 2
     assert up["rms_ratio"] == pytest.approx(math.sqrt(1.99 / 2))
     assert up["ratio"] < 1

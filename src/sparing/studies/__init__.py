@@ -10,6 +10,7 @@ from sparing.studies.study import Study
 NAMES = (
     "mca-bounds",
     "mca-glue",
+    "mca-longformer",
     "mca-tradeoff",
     "value-aware-oracles",
     "value-aware-example",

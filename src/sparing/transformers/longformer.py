@@ -95,7 +95,9 @@ class ServedLongformer(Served, LongformerSelfAttention):
                 wide = Projection(hidden.masked_fill(~keep.unsqueeze(-1), 0.0), layer.weight, layer.bias).map(_wide)
                 values, counts = choice.method.values(wide, largest, valid, Draws(seed, stream))
             found[name] = values.permute(2, 0, 1, 3).flatten(2).to(hidden.dtype)
-            choice.tally.add_values(counts, keep, hidden.shape[-1], values.shape[-1], flops.pop(0))
+            choice.tally.add_values(
+                counts, keep, hidden.shape[-1], values.shape[-1], flops.pop(0), for_global=name != _VALUES[0]
+            )
         return found
 
 

@@ -42,6 +42,8 @@ class Tally:
     tokens: int = 0  #: valid keys
     slots: int = 0  #: keys with padding
     rate: float = 0.0  #: shares of the features that were sampled, summed over valid keys (mean over heads)
+    global_tokens: int = 0  #: of `tokens`, those in a layer of values that only global tokens read (Longformer)
+    global_rate: float = 0.0  #: of `rate`, likewise
     flops: float = 0.0
     exact_flops: float = 0.0
     later: list[_Step] = field(default_factory=list, repr=False)  #: of `settle`
@@ -113,16 +115,22 @@ class Tally:
             self.later = []
         return self
 
-    def add_values(self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float) -> None:
+    def add_values(
+        self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float, *, for_global: bool
+    ) -> None:
         """Count a call whose weights somebody else computed, in `other_flops`, and whose values were sampled.
 
-        counts: (B, H, n) samples of each token; valid: (B, n); width: entries of a value.
+        counts: (B, H, n) samples of each token; valid: (B, n); width: entries of a value; for_global: only global
+        tokens read them.
         """
         self.slots += valid.numel()
         tokens = int(valid.sum())
         self.tokens += tokens
         shares = float((counts.double() * valid[:, None]).sum()) / (features * counts.shape[1])
         self.rate += shares
+        if for_global:
+            self.global_tokens += tokens
+            self.global_rate += shares
         per_token = 2.0 * features * counts.shape[1] * width
         self.flops += other_flops + shares * per_token
         self.exact_flops += other_flops + tokens * per_token
