@@ -45,6 +45,28 @@ class Work(NamedTuple):
 
         return both
 
+    def gradients(self) -> Callable[[], object]:
+        """The backward pass alone: the forward pass runs once, now, and what it keeps is kept for every call."""
+        leaves = [x.detach().requires_grad_() for x in self.leaves]
+        out = self.compute(*leaves)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+        return lambda: torch.autograd.grad(out, [*leaves, *self.parameters], weights, retain_graph=True)
+
+    def kept_bytes(self) -> int:
+        """What the forward pass keeps for the backward pass, inputs and learned weights among it; nothing twice."""
+        kept: dict[int, int] = {}
+
+        def note(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        leaves = [x.detach().requires_grad_() for x in self.leaves]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            out = self.compute(*leaves)
+        del out  # until here nothing was freed, so that no address stands for two tensors
+        return sum(kept.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -115,6 +137,12 @@ def method_work(
 def sdpa_work(inputs: Inputs, dtype: torch.dtype) -> Work:
     """torch's exact attention on inputs that have the type already."""
     return Work(scaled_dot_product_attention, tuple(x.to(dtype) for x in (inputs.q, inputs.k, inputs.v)))
+
+
+def softmax_work(inputs: Inputs) -> Work:
+    """Attention as people wrote it before fused kernels: the whole matrix of weights exists."""
+    scale = inputs.q.shape[-1] ** -0.5
+    return Work(lambda q, k, v: (q @ k.mT * scale).softmax(-1) @ v, (inputs.q, inputs.k, inputs.v))
 
 
 def sdpa_with_projection(inputs: Inputs) -> Work:
