@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from sparing.studies._value_aware import Group, between, budget, groups
+from sparing.studies._value_aware import Group, between, budget, built, groups
 from sparing.studies.study import Settings
-from sparing.studies.value_aware_oracles import MASKED, STUDY, built
+from sparing.studies.value_aware_oracles import MASKED, STUDY
 from sparing.tasks import masked
 
 from small_models import subject
@@ -101,6 +101,12 @@ def test_values_that_do_not_make_the_output_are_not_exact(name, value):
 
 def test_a_multipole_outside_the_range_is_not_judged():
     assert verdict(NAME, "multipole", changed(ROWS, of(POLES), read=400.0)) == "not run"
+
+
+def test_one_multipole_of_two_is_better():
+    (first,) = [row for row in ROWS if row.get("spec") == POLES]
+    worse = {**first, "spec": "multipole(clusters=64, keys=76, window=16)", "value": 0.3}
+    assert verdict(NAME, "multipole", [*ROWS, worse]) == "same shape"
 
 
 def test_nothing_is_claimed_without_rows():

@@ -6,8 +6,14 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from sparing.attention import attention, inspect
 from sparing.method import method
-from sparing.studies.study import Rows, pick
+from sparing.studies.study import Row, Rows, pick
+from sparing.tasks.subject import Subject
+from sparing.transformers.watch import Seen, rehearse
 
 WIDTHS = {"minilm": 32, "smollm2": 64}  #: of a head's values; 64 in all others
 
@@ -80,3 +86,37 @@ def between(curve: dict[int, float], r: float) -> float | None:
             part = math.log(r / left) / math.log(right / left)
             return math.exp((1 - part) * math.log(low) + part * math.log(high))
     return None
+
+
+@torch.no_grad()
+def built(found: Subject, ids: Tensor, keys: int, *, rows: int, layers: int) -> Row:
+    """Whether so many values with free weights do make the outputs: found one by one, for some queries of some layers.
+
+    In a swapped model `value_aware` takes the output itself from width + 1 keys on, as nothing is lost by that; here
+    the values and their weights are looked for.
+    """
+    errors: list[float] = []
+    queries = 0
+    most, least, off = 0, math.inf, 0.0
+    calls: list[Seen] = []
+    with rehearse(found.model, f"value_aware(keys={keys})", calls.append):
+        found.run(ids)
+    step = max(1, len(calls) // layers)
+    random = torch.Generator().manual_seed(0)
+    for seen in calls[step - 1 :: step]:
+        n = seen.key.shape[2]
+        some = torch.randperm(n, generator=random)[:rows].sort().values
+        mask = torch.ones(rows, n, dtype=torch.bool)
+        if seen.call.get("is_causal"):
+            mask = torch.arange(n) <= some[:, None]
+        call = {"attn_mask": mask, "scale": seen.call.get("scale"), "enable_gqa": seen.call.get("enable_gqa", False)}
+        inputs = (seen.query[:, :, some], seen.key, seen.projected)
+        exact = attention(*inputs, **call).double()
+        got = inspect(*inputs, **call, method=f"value_aware(keys={keys})", impl="reference")
+        queries += got.output[..., 0].numel()
+        weights = got.statistics["weights"]
+        errors.append(float((got.output.double() - exact).norm() / exact.norm()))
+        most = max(most, int((weights > 0).sum(-1).max()))
+        least = min(least, float(weights.min()))
+        off = max(off, float((weights.sum(-1) - 1).abs().max()))
+    return {"error": max(errors), "most": most, "least": least, "off": off, "queries": queries}

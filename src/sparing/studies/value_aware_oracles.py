@@ -11,18 +11,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from sparing.attention import attention, inspect
 from sparing.measure.quality import quality
 from sparing.measure.swap import cut, perplexity
-from sparing.studies._value_aware import WIDTHS, between, budget, family, groups
+from sparing.studies._value_aware import WIDTHS, between, budget, built, family, groups
 from sparing.studies.figure import PAPER, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.tasks import documents, masked, subject
 from sparing.tasks.documents import Documents
-from sparing.transformers.watch import Seen, rehearse, swapped
+from sparing.transformers.watch import swapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,47 +148,6 @@ def _masked(
     with swapped(found.model, spec, seed=seed) as handle:
         value = 100 * masked.wrong(found.model, inputs, hidden)
         return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
-
-
-@torch.no_grad()
-def built(found: subject.Subject, ids: Tensor, keys: int, *, rows: int, layers: int) -> Row:
-    """Whether so many values with free weights do make the outputs: found one by one, for some queries of some layers.
-
-    In a swapped model `value_aware` takes the output itself from width + 1 keys on, as nothing is lost by that; here
-    the values and their weights are looked for.
-    """
-    errors: list[float] = []
-    most, least, off = 0, math.inf, 0.0
-    with rehearse(found.model, f"value_aware(keys={keys})", _keep := _Kept()):
-        found.run(ids)
-    step = max(1, len(_keep.seen) // layers)
-    random = torch.Generator().manual_seed(0)
-    for seen in _keep.seen[step - 1 :: step]:
-        n = seen.key.shape[2]
-        some = torch.randperm(n, generator=random)[:rows].sort().values
-        mask = torch.ones(rows, n, dtype=torch.bool)
-        if seen.call.get("is_causal"):
-            mask = torch.arange(n) <= some[:, None]
-        call = {"attn_mask": mask, "scale": seen.call.get("scale"), "enable_gqa": seen.call.get("enable_gqa", False)}
-        inputs = (seen.query[:, :, some], seen.key, seen.projected)
-        exact = attention(*inputs, **call).double()
-        got = inspect(*inputs, **call, method=f"value_aware(keys={keys})", impl="reference")
-        weights = got.statistics["weights"]
-        errors.append(float((got.output.double() - exact).norm() / exact.norm()))
-        most = max(most, int((weights > 0).sum(-1).max()))
-        least = min(least, float(weights.min()))
-        off = max(off, float((weights.sum(-1) - 1).abs().max()))
-    return {"error": max(errors), "most": most, "least": least, "off": off, "queries": len(errors) * rows}
-
-
-class _Kept:
-    """The calls of all layers."""
-
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
-
-    def __call__(self, seen: Seen) -> None:
-        self.seen.append(seen)
 
 
 def _better(rows: Rows) -> Judgement:
