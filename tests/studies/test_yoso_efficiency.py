@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from sparing.measure.workload import Inputs, Work, clustered, sdpa_work, softmax_work
-from sparing.studies import yoso_efficiency
+from sparing.studies import _yoso_race
+from sparing.studies._yoso_race import FUSED, SELF, SPECS, race_at
 from sparing.studies._yoso_table4 import LENGTHS, QUANTITIES, TABLE, ratio
 from sparing.studies.study import Settings
-from sparing.studies.yoso_efficiency import FUSED, PER_TOKEN, SELF, SPECS, STUDY, YOSO, race_at
+from sparing.studies.yoso_efficiency import PER_TOKEN, STUDY, YOSO
 
 from verdicts import changed, verdict
 
@@ -126,7 +127,7 @@ def test_the_papers_table_is_whole():
 
 def test_a_race_measures_every_side(monkeypatch):
     sides = [SELF, FUSED, "YOSO-16", "Linformer-128", "Reformer-2", "Longformer-64"]
-    monkeypatch.setattr(yoso_efficiency, "_red", lambda spec: "it is red" if spec == SPECS["Reformer-2"] else "")
+    monkeypatch.setattr(_yoso_race, "red", lambda spec: "it is red" if spec == SPECS["Reformer-2"] else "")
     rows = {row["side"]: row for row in race_at(clustered(1, 2, 96, 16), sides, 1e-6)}
     assert rows["Reformer-2"] == {"side": "Reformer-2", "why": "it is red"}, "no figures of a method that is wrong"
     inputs = 4 * 2 * 96 * 16
@@ -138,11 +139,11 @@ def test_a_race_measures_every_side(monkeypatch):
 
 
 def test_the_gate_is_asked():
-    assert yoso_efficiency._red("window(size=64)") == ""
+    assert _yoso_race.red("window(size=64)") == ""
 
 
 def test_self_attention_is_left_out_where_its_matrix_does_not_fit(monkeypatch):
-    monkeypatch.setattr(yoso_efficiency.memory, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(_yoso_race.memory, "available_bytes", lambda: 2**20)
     (row,) = race_at(clustered(1, 2, 256, 16), [SELF], 1e-6)
     assert "0 GiB are free" in row["why"]
 

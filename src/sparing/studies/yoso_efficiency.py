@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sparing.measure import gate, memory
-from sparing.measure.bench import rounds_for
 from sparing.measure.estimate import exponent
-from sparing.measure.timing import interval, race
-from sparing.measure.workload import Inputs, Work, clustered, learned_state, method_work, sdpa_work, softmax_work
-from sparing.method import method
+from sparing.measure.timing import interval
+from sparing.measure.workload import clustered
+from sparing.studies._yoso_race import FUSED, HASHES, SELF, SPECS, race_at, timed, work_of
 from sparing.studies._yoso_table4 import LENGTHS, QUANTITIES, TABLE, ratio
 from sparing.studies.figure import PAPER, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
@@ -22,25 +16,14 @@ from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, S
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SELF, FUSED = "self-attention", "SDPA"  #: with the whole matrix of weights, as the paper timed it; torch's fused one
-HASHES = (16, 32, 64, 128)
-SPECS = {
-    **{f"YOSO-{m}": f"yoso(hashes={m})" for m in HASHES},  # bits: log2 of the length
-    **{f"Linformer-{r}": f"linformer(rank={r})" for r in (128, 256)},
-    **{f"Reformer-{r}": f"lsh(rounds={r}, combine=sum, align=rank)" for r in (2, 4, 8)},
-    **{f"Longformer-{w}": f"window(size={w})" for w in (64, 128, 256, 512)},
-}
 YOSO = tuple(f"YOSO-{m}" for m in HASHES)
 RIVALS = ("Reformer-2", "Longformer-64", "Linformer-256")  #: whose memory the paper sets beside YOSO-32's
 HEADS, WIDTH = 12, 64  #: of BERT-base
 LONG = (*LENGTHS, 8192, 16384, 32768, 65536)
 PER_TOKEN = (128, 256, 512, 1024, 2048, 4096)
 SECONDS = {"small": 4.0, "paper": 60.0}  #: for each side and pass of a race, unless two rounds take longer
-GATE = 300  #: tokens of the comparison with a reference
 NEAR = 0.8  #: of the paper's ratio is as good as it
 LINEAR, NEARLY = 1.2, 1.5  #: exponents
-_MATRICES = 6  # of weights that training with self-attention holds at once
-_FREE = 0.7  # of the memory that is free may be taken
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -56,76 +39,12 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     if cell["what"] == "race":
         inputs = clustered(1, cell["heads"], cell["length"], cell["width"])
         return race_at(inputs, cell["sides"], cell["seconds"])
-    calls = [_work(cell["side"], clustered(1, cell["heads"], length, cell["width"])) for length in cell["lengths"]]
-    taken = _timed([work.call(backward=False) for work in calls], cell["seconds"])
+    calls = [work_of(cell["side"], clustered(1, cell["heads"], length, cell["width"])) for length in cell["lengths"]]
+    taken = timed([work.call(backward=False) for work in calls], cell["seconds"])
     return [
         {"length": length, "seconds": interval(each).median}
         for length, each in zip(cell["lengths"], taken, strict=True)
     ]
-
-
-def _work(side: str, inputs: Inputs) -> Work:
-    if side == SELF:
-        return softmax_work(inputs)
-    if side == FUSED:
-        return sdpa_work(inputs, torch.float32)
-    one = method(SPECS[side])
-    return method_work(one, inputs, state=learned_state(one, inputs))
-
-
-def race_at(inputs: Inputs, sides: Sequence[str], seconds: float) -> list[Row]:
-    """Time and memory of every side, in one run, round by round; a side that cannot run says why.
-
-    Memory is what a call takes at most beyond its inputs, as the operating system saw it, and these inputs.
-    """
-    own = sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v))
-    rows: dict[str, Row] = {side: {"side": side, "why": _refusal(side, inputs)} for side in sides}
-    works = {side: _work(side, inputs) for side in sides if not rows[side]["why"]}
-    for side, work in works.items():
-        rows[side]["cache"] = work.kept_bytes()
-        for name, backward in (("testing", False), ("training", True)):
-            call = work.call(backward=backward)
-            call()
-            extra = memory.peak_extra_bytes(call)
-            rows[side][name] = None if extra is None else extra + own
-    passes: dict[str, Callable[[Work], Callable[[], object]]] = {
-        "forward": lambda work: work.call(backward=False),
-        "backward": Work.gradients,
-    }
-    for part, build in passes.items():
-        taken = dict(zip(works, _timed([build(work) for work in works.values()], seconds), strict=True))
-        for side, mine in taken.items():
-            rows[side][part] = interval(mine).median
-            for rival in (SELF, FUSED):
-                if rival in taken:  # rounds that both ran
-                    rows[side][f"{part} {rival}"] = interval([a / b for a, b in zip(taken[rival], mine)])  # noqa: B905
-    return list(rows.values())
-
-
-def _timed(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-    """Seconds of each call, interleaved, after a warm-up that says how many rounds there is time for."""
-    for call in calls:
-        call()
-    once = [each[0] for each in race(calls, [1] * len(calls))]
-    rounds = [max(rounds_for(each, seconds), 2) for each in once]
-    return race(calls, rounds, [min(max(math.ceil(0.02 / each), 1), 20) for each in once])
-
-
-def _refusal(side: str, inputs: Inputs) -> str:
-    if side == SELF:
-        batch, heads, length, _ = inputs.q.shape
-        needed, free = _MATRICES * 4 * batch * heads * length**2, memory.available_bytes()
-        if free is not None and needed > _FREE * free:
-            return f"about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
-        return ""
-    return "" if side == FUSED else _red(SPECS[side])
-
-
-@cache
-def _red(spec: str) -> str:
-    """Why no time may be stated for a method; empty where it computes what its reference does."""
-    found = gate.check(method(spec), clustered(1, 2, GATE, WIDTH), backward=True)
-    return "" if found.passed else f"differs from its reference: {found.detail}"
 
 
 def _value(rows: Rows, side: str, length: int, quantity: str) -> float | None:
