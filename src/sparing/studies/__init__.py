@@ -18,6 +18,8 @@ NAMES = (
     "yoso-efficiency",
     "value-aware-oracles",
     "value-aware-example",
+    "skyformer-spectral",
+    "skyformer-theory",
     "skyformer-spectrum",
 )
 

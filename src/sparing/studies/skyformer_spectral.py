@@ -341,9 +341,10 @@ def _draw(rows: Rows, figure: Figure) -> None:
             low, high = ([end(each) for each in seen] for end in (min, max))
             axes.fill_between(BUDGETS, low, high, alpha=0.2, color=look["color"])
             read = READ[theirs][name]
-            axes.plot(list(read), list(read.values()), **{**PAPER, "color": look["color"]})
+            hollow = {**PAPER, "color": look["color"], "marker": look["marker"], "markerfacecolor": "none"}
+            axes.plot(list(read), list(read.values()), **hollow)
         axes.axhline(means[panel, "values", 0], color="black", linestyle=":", label="mean of all values")
-        axes.plot([], [], label="the paper's, read off, in the method's colour", **PAPER)
+        axes.plot([], [], label="hollow: the paper's, read off", **{**PAPER, "marker": "o", "markerfacecolor": "none"})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(BUDGETS, [str(d) for d in BUDGETS])
