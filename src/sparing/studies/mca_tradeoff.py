@@ -43,11 +43,9 @@ def _cells(settings: Settings) -> list[Cell]:
             one = {**base, "rounding": rounding}
             cells.append({**one, "layers": "none"})
             for layers in ("all", "half") if rounding == WIDE else ("all",):
-                # With 16 bits the same draws are taken: two seeds show a difference.
-                count = seeds if rounding == WIDE or not settings.small else min(seeds, 2)
                 cells += [
                     {**one, "layers": layers, "alpha": alpha, "seed": seed}
-                    for alpha in ALPHAS[settings.scale] for seed in range(count)
+                    for alpha in ALPHAS[settings.scale] for seed in range(seeds)
                 ]  # fmt: skip
     return cells
 
@@ -208,9 +206,7 @@ def _tables(rows: Rows) -> list[Table]:
                 *(f"{value:.2f}x" for value in saved),
             ])  # fmt: skip
     row = rows[0]
-    title = (
-        f"{row['task']}, {row['metric']} x 100; FLOPs saved the paper's way, by no padding, on valid tokens, with A H"
-    )
+    title = f"{row['task']}, {row['metric']} x 100, and how many times fewer FLOPs"
     names = ["model", "alpha", "score", "lost", "its count", "padding", "valid", "and A H"]
     return [Table(title, names, lines)]
 
@@ -240,6 +236,11 @@ def _draw(rows: Rows, figure: Figure) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
+_NOISE = (
+    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell accuracies apart by several points only, and the "
+    "classes are read out of MiniLM's embedding by least squares, not tuned; --scale paper has the paper's models."
+)
+
 STUDY = Study(
     name="mca-tradeoff",
     title="Accuracy against FLOPs and against alpha, with weights of 16 bits",
@@ -254,12 +255,12 @@ STUDY = Study(
         Claim(
             "gradual", "figure 2", "accuracy falls gradually as alpha grows", "SST-2: BERT 92.3 to 80.7 from 0.2 to 1",
             "no step up by more than 1 point, and lower at the largest alpha than at the smallest; same shape: the "
-            "latter", _gradual,
+            "latter", _gradual, otherwise=_NOISE,
         ),
         Claim(
             "minimal", "figure 2", "alpha of 0.4, or even of 0.6, only minimally changes accuracy",
             "SST-2: BERT -0.4 and -1.2, DistilBERT -0.1 and -0.6 points",
-            "at most 1.5 points lost at both; same shape: at 0.4", _minimal,
+            "at most 1.5 points lost at both; same shape: at 0.4", _minimal, otherwise=_NOISE,
         ),
         Claim(
             "nearly-same", "figure 1", "40 to 60 % fewer FLOPs with nearly the same accuracy", "40 to 60 %",
@@ -278,17 +279,17 @@ STUDY = Study(
             "tipping", "figure 1", "below a tipping point of FLOPs accuracy falls sharply",
             "SST-2, BERT: -1.2 points up to 0.6, -10.6 from there to 1",
             "from 0.6 to 1 more than 1 point is lost and at least twice as much as up to 0.6; same shape: more than up "
-            "to 0.6", _tipping,
+            "to 0.6", _tipping, otherwise=_NOISE,
         ),
         Claim(
             "quantised", "figure 1", "the trend holds for weights of 16 bits", "FP16 curves beside the others",
             "weights rounded to float16: at every alpha the loss differs by at most 1 point; same shape: by less than "
-            "half of the largest loss", _quantised,
+            "half of the largest loss", _quantised, otherwise=_NOISE,
         ),
         Claim(
             "layers", "section 4, figure 2", "fewer layers accumulate less error", "at 1: BERT -11.8, DistilBERT -3.3",
             "at alpha = 1, half of the layers (DistilBERT, or every other layer of a model) lose at most 3/4 of what "
-            "all lose; same shape: less", _layers,
+            "all lose; same shape: less", _layers, otherwise=_NOISE,
         ),
     ),
 )  # fmt: skip
