@@ -22,8 +22,8 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--data", nargs="+", metavar="FILE",
-        help="plain text with one document per line, .jsonl, .csv, .tsv, .parquet, or - for standard input; default: "
-        "Python's help topics",
+        help="plain text with one document per line, .jsonl, .csv, .tsv (each also as .xz or .gz), .parquet, or - for "
+        "standard input; default: Python's help topics",
     )  # fmt: skip
     parser.add_argument("--column", help="of the text, in tables (default: text)")
     parser.add_argument("--whole", action="store_true", help="a plain text file is one document")

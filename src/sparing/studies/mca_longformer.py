@@ -123,7 +123,7 @@ def _documents(name: str, data: Path | None, most: int | None) -> Documents:
 def _subject(name: str, attention: str) -> Subject:
     found = load(name)
     if name == "minilm":
-        return from_bert(found, window=WINDOW, length=TOKENS) if attention == "window" else extended(found, TOKENS)
+        return from_bert(found, window=WINDOW, length=LONGEST) if attention == "window" else extended(found, LONGEST)
     if found.model.config.model_type != "longformer":
         raise ValueError(
             f"model: {name} is a {found.model.config.model_type} model; mca-longformer takes a Longformer classifier"
