@@ -203,7 +203,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
 
 
 _NOISE = (
-    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell scores apart by a few points only, and the classes "
+    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell scores apart by a few points only, and classes "
     "of SST-2 are read out of MiniLM's embedding by least squares, not tuned; --scale paper has the paper's models."
 )
 
