@@ -27,7 +27,7 @@ class Collection:
         return next((paths[0] for paths in found if paths), None)
 
 
-def _json_lines(path: Path) -> Documents:
+def json_lines(path: Path) -> Documents:
     """Labels are 0 or 1."""
     found = read([path], label="label")
     assert found.labels is not None
@@ -72,12 +72,12 @@ COLLECTIONS = {
         Collection(
             "hyperpartisan", "HND", ("test*.jsonl*", "*.jsonl*"), _LINES,
             "SemEval-2019 task 4, articles by article (Kiesel et al. 2019), https://zenodo.org/record/1489920",
-            _json_lines,
+            json_lines,
         ),
         Collection(
             "imdb", "IMDB", ("test*.jsonl*", "*.jsonl*"), _LINES,
             "the Large Movie Review Dataset (Maas et al. 2011), https://ai.stanford.edu/~amaas/data/sentiment",
-            _json_lines,
+            json_lines,
         ),
     )
 }  # fmt: skip

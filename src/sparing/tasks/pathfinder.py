@@ -21,7 +21,8 @@ _MARGIN = 1.5  # pixels to the edge
 _APART = 3.2  # pixels between paths, and between parts of one that are not neighbours
 _BEND = 0.18  # radians per pixel
 _DASH, _GAP = 3, 2  # pixels
-_TRIES = 200
+_TRIES = 200  # of a path
+_STARTS = 50  # of a picture
 
 
 class Picture(NamedTuple):
@@ -42,10 +43,16 @@ def pictures(seed: int | str, *, size: int = 32, length: int = 20, distractors: 
             "paths at least 6 and no more than a side, and no negative number of distractors"
         )
     random = Random(f"pathfinder {seed}")
+    failed = 0
     while True:
         found = _picture(random, size, length, distractors)
         if found is not None:
+            failed = 0
             yield found
+        elif (failed := failed + 1) == _STARTS:
+            raise ValueError(
+                f"size={size}, length={length}, distractors={distractors}: no room for so many paths; take fewer"
+            )
 
 
 def _picture(random: Random, size: int, length: int, distractors: int) -> Picture | None:

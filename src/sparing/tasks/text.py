@@ -14,6 +14,15 @@ def python_topics() -> list[str]:
     return sorted(topics.values(), key=lambda text: (-len(text), text))
 
 
+def distinct_topics() -> list[str]:
+    """Those that are no part of a longer one: what is held out of these was not seen under another name."""
+    found: list[str] = []
+    for text in python_topics():
+        if not any(text.strip() in longer for longer in found):
+            found.append(text)
+    return found
+
+
 def python_sentences() -> list[str]:
     """Sentences of prose of 6 to 30 words from the help topics, in their order."""
     found = []

@@ -1,0 +1,213 @@
+"""The five tasks of the Long Range Arena, from files where there are some, else from what is always there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.tasks import articles, listops, pathfinder
+from sparing.tasks.text import distinct_topics, python_sources
+from sparing.tasks.trainable import Example, Split, Task
+
+BYTES = 257  #: tokens of texts: padding, then each byte
+TRAIN, VALID = 4000, 400  #: examples where there is no end of them
+
+
+def text_bytes(text: str | bytes, length: int) -> Tensor:
+    """Numbers from 1 on, at most so many."""
+    raw = text.encode() if isinstance(text, str) else text
+    return torch.tensor(list(raw[:length])) + 1
+
+
+def listops_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
+    """Nested lists of a quarter of the length and more, and what they come to."""
+    if length < 16:
+        raise ValueError(f"length={length} is too short for lists; take 16 or more")
+
+    def split(name: str, count: int) -> Split:
+        @functools.lru_cache(maxsize=count)
+        def example(number: int) -> Example:
+            words = next(listops.examples(f"{seed} {name} {number}", least=length // 4, most=length))
+            return Example(torch.tensor(listops.numbers(words)), listops.value(words))
+
+        return Split(count, example)
+
+    return Task(
+        "listops", "own lists", "class", len(listops.WORDS), length, split("train", train), split("valid", valid), 10
+    )
+
+
+def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
+    """Pictures as rows of pixels, one after the other; length: of all of them, a square."""
+    size = _side(length)
+
+    def split(name: str, count: int) -> Split:
+        @functools.lru_cache(maxsize=count)
+        def example(number: int) -> Example:
+            paths = {"size": size, "length": size * 5 // 8, "distractors": size // 8}
+            found = next(pathfinder.pictures(f"{seed} {name} {number}", **paths))
+            return Example(found.pixels.flatten().long(), int(found.joined))
+
+        return Split(count, example, [length] * count)
+
+    return Task("pathfinder", "own pictures", "class", 256, length, split("train", train), split("valid", valid))
+
+
+def bytes_task(length: int, seed: int, data: Path | None = None) -> Task:
+    """The class of a text, byte by byte: those of imdb/train*.jsonl and test*.jsonl, or help topics against source."""
+    if data is not None:
+        train, valid = (_reviews(data, part, length) for part in ("train", "test"))
+        return Task("bytes", data.name, "class", BYTES, length, train, valid)
+    prose, code = (_pieces(texts, length) for texts in (distinct_topics(), python_sources()))
+    each = min(len(prose), len(code))
+    made = [
+        Example(text_bytes(text, length), label) for label, texts in enumerate((prose, code)) for text in texts[:each]
+    ]
+    return Task("bytes", "Python help against source code", "class", BYTES, length, *_split(made, seed))
+
+
+def pixels_task(length: int, seed: int, data: Path | None = None) -> Task:
+    """What a small picture shows, pixel by pixel: an .npz with x_train, y_train, x_test, y_test, or scanned digits."""
+    if data is not None:
+        data = _file(data, "cifar10", "*.npz", "pictures: x_train, y_train, x_test, y_test")
+        arrays = _arrays(data)
+    else:
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "the usual pictures come with scikit-learn; run: pip install 'sparing[train]', or name an .npz file"
+            ) from None
+        digits = load_digits()
+        images = torch.tensor(digits.images * 15).long()  # 16 levels and none to 240
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+        images, answers = images[order], torch.tensor(digits.target)[order]
+        cut = len(images) * 5 // 6
+        arrays = {"x_train": images[:cut], "y_train": answers[:cut], "x_test": images[cut:], "y_test": answers[cut:]}
+    side = _side(length)
+
+    def split(part: str) -> Split:
+        pictures, labels = (torch.as_tensor(arrays[f"{name}_{part}"]) for name in ("x", "y"))
+        return _listed([Example(x, int(y)) for x, y in zip(_resized(pictures, side), labels, strict=True)])
+
+    classes = int(max(arrays["y_train"])) + 1
+    name = "scanned digits" if data is None else data.name
+    return Task("pixels", name, "class", 256, length, split("train"), split("test"), classes)
+
+
+def retrieval_task(length: int, seed: int, data: Path | None = None, train: int = TRAIN, valid: int = VALID) -> Task:
+    """Whether two texts belong together: rows of a .tsv with label, text and text, or pieces of help topics."""
+    if data is not None:
+        data = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
+        made = [Example(text_bytes(one, length), label, text_bytes(two, length)) for label, one, two in _pairs(data)]
+        return Task("retrieval", data.name, "pair", BYTES, length, *_split(made, seed))
+    topics = [pieces for topic in distinct_topics() if len(pieces := _pieces([topic], length)) >= 4]
+
+    def split(name: str, count: int, chosen: Sequence[list[str]]) -> Split:
+        def example(number: int) -> Example:
+            random = Random(f"retrieval {seed} {name} {number}")
+            one, two = random.sample(range(len(chosen)), 2)
+            same = random.random() < 0.5
+            first, second = random.sample(chosen[one], 2) if same else (
+                random.choice(chosen[one]), random.choice(chosen[two])
+            )  # fmt: skip
+            return Example(text_bytes(first, length), int(same), text_bytes(second, length))
+
+        return Split(count, example)
+
+    if len(topics) < 10:
+        raise ValueError(f"length={length}: the help topics are too short for pieces of that length")
+    # Topics are split, not pairs: nothing of a topic that is asked about was seen before.
+    held, seen = topics[::5], [topic for number, topic in enumerate(topics) if number % 5]
+    return Task(
+        "retrieval", "pieces of Python help", "pair", BYTES, length, split("train", train, seen),
+        split("valid", valid, held),
+    )  # fmt: skip
+
+
+def _file(data: Path, folder: str, pattern: str, form: str) -> Path:
+    """The file itself, or the first in a folder of datasets."""
+    if data.is_file():
+        return data
+    found = sorted((data / folder).glob(pattern))
+    if not found:
+        raise ValueError(f"data: there is no {data / folder / pattern}, which would hold {form}")
+    return found[0]
+
+
+def _reviews(data: Path, part: str, length: int) -> Split:
+    path = _file(data, "imdb", f"{part}*.jsonl*", "an object with 'text' and 'label' (0 or 1) on each line")
+    found = articles.json_lines(path)
+    assert found.labels is not None
+    return _listed([Example(text_bytes(t, length), int(y)) for t, y in zip(found.texts, found.labels, strict=True)])
+
+
+def _pieces(texts: Sequence[str], length: int) -> list[str]:
+    """Each once: texts share paragraphs."""
+    found = (text[at : at + length] for text in texts for at in range(0, len(text) - length + 1, length))
+    return list(dict.fromkeys(found))
+
+
+def _listed(made: list[Example]) -> Split:
+    return Split(len(made), made.__getitem__, [len(example.tokens) for example in made])
+
+
+def _split(made: list[Example], seed: int) -> tuple[Split, Split]:
+    """Nine of ten to learn from, at most 2,000 to try."""
+    if len(made) < 20:
+        raise ValueError(f"data: {len(made)} examples are too few to learn from; 20 are the least")
+    order = list(made)
+    Random(f"split {seed}").shuffle(order)
+    cut = len(order) - min(len(order) // 10, 2000)
+    return _listed(order[:cut]), _listed(order[cut:])
+
+
+def _side(length: int) -> int:
+    side = round(length**0.5)
+    if side * side != length or side < 8:
+        raise ValueError(f"length={length} is not that of a square picture; take 64, 256, 1024 or another square")
+    return side
+
+
+def _resized(pictures: Tensor, side: int) -> Tensor:
+    """[N, h, w] of 0 to 255 -> [N, side * side], by the mean of what falls into a pixel, or by repetition."""
+    resize: Callable[..., Tensor] = torch.nn.functional.interpolate
+    found = resize(pictures[:, None].float(), size=(side, side), mode="area")
+    return found.round().long().flatten(1)
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    import numpy
+
+    try:
+        with numpy.load(path) as held:
+            arrays = {name: held[name] for name in held.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data: {path} cannot be read as .npz: {error}") from None
+    for name in ("x_train", "y_train", "x_test", "y_test"):
+        if name not in arrays:
+            raise ValueError(f"data: {path} has no {name!r}; it has {', '.join(arrays)}")
+    for name in ("x_train", "x_test"):
+        if arrays[name].ndim != 3 or arrays[name].dtype != numpy.uint8:
+            raise ValueError(f"data: {path}: {name} must be grey pictures, uint8 [N, h, w]; it is {arrays[name].shape}")
+    return arrays
+
+
+def _pairs(path: Path) -> list[tuple[int, str, str]]:
+    from sparing.tasks.documents import decoded
+
+    found = []
+    for number, line in enumerate(decoded(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        cells = line.split("\t")
+        if len(cells) < 3 or cells[0].strip() not in ("0", "1", "0.0", "1.0"):
+            raise ValueError(f"data: {path}, line {number} is not a label (0 or 1), a tab, a text, a tab and a text")
+        found.append((int(float(cells[0])), cells[-2], cells[-1]))
+    return found

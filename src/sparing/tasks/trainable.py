@@ -1,0 +1,71 @@
+"""What can be trained on: examples by their numbers, and what a model is asked about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+#: "class": of a text; "pair": of two texts; "next": the token after each; "masked": hidden tokens; "order": these, and
+#: whether two parts stand in their order.
+Objective = Literal["class", "pair", "next", "masked", "order"]
+
+
+class Example(NamedTuple):
+    """One text, as numbers."""
+
+    tokens: Tensor  #: [n]
+    label: int = 0
+    other: Tensor | None = None  #: a second text
+    segments: Tensor | None = None  #: [n]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples that are made or read when somebody asks for them; the same number gives the same example."""
+
+    count: int
+    example: Callable[[int], Example]
+    lengths: Sequence[int] | None = None  #: of the examples, where these are known
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Example:
+        if not 0 <= number < self.count:
+            raise IndexError(f"number={number} is not one of the {self.count} examples")
+        return self.example(number)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Examples to learn from and examples to try it on."""
+
+    name: str
+    data: str  #: where the examples come from
+    objective: Objective
+    vocabulary: int
+    length: int  #: of the longest example
+    train: Split
+    valid: Split
+    classes: int = 2
+    mask: int | None = None  #: the token that hides others, for "masked" and "order"
+    special: tuple[int, ...] = (0,)  #: tokens that are never hidden or asked for: padding and marks
+
+    @property
+    def metric(self) -> str:
+        """What a trained model is judged by."""
+        return "accuracy" if self.objective in ("class", "pair") else "perplexity"
+
+    @property
+    def causal(self) -> bool:
+        return self.objective == "next"
+
+    def chance(self) -> float:
+        """The metric of a model that has learned nothing but how often each answer occurs; of words: nothing at all."""
+        if self.metric == "perplexity":
+            return float(self.vocabulary - len(self.special) - (self.mask is not None))
+        labels = [self.valid[number].label for number in range(len(self.valid))]
+        return max(labels.count(label) for label in set(labels)) / len(labels)
