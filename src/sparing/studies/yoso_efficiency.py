@@ -208,7 +208,7 @@ def _tables(rows: Rows) -> list[Table]:
     for name, title in words.items():
         body = [[side, *(_entry(rows, side, length, name) for length in lengths)] for side in sides]
         first = [SELF, *(_absolute(_value(rows, SELF, length, name), name) for length in lengths)]
-        title = f"{title}: self-attention with its n x n matrix / the side (the paper's ratio)"
+        title = f"{title}: self-attention (n x n matrix) / side (paper's ratio)"
         tables.append(Table(title, ["side", *map(str, lengths)], [first, *body]))
     fused = [
         [
