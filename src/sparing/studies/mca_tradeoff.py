@@ -218,7 +218,8 @@ def _draw(rows: Rows, figure: Figure) -> None:
         means = [100 * point.score.mean for point in points]
         halves = [0.0 if p.score.high is None else 100 * (p.score.high - p.score.mean) for p in points]
         left.plot([100 / point.work.real for point in points], means, label=name, **style(number))
-        right.errorbar([point.alpha for point in points], means, halves, capsize=2, label=name, **style(number))
+        beside = [point.alpha + 0.012 * (number - 1.5) for point in points]  # so that no interval hides another
+        right.errorbar(beside, means, halves, capsize=2, label=name, **style(number))
     for family in families(rows):
         exact = pick(rows, family=family, rounding=WIDE, layers="none")[0]["score"]
         left.plot([100], [100 * exact], linestyle="none", marker="*", markersize=11, color="#E69F00", zorder=6)
