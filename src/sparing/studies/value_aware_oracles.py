@@ -70,7 +70,7 @@ def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
     if settings.small:
         small = [*_top(1, 2, 4, 8, 33, 64, 128, 256), *_aware(1, 4, 8, 33), *_windows(2, 4, 8, 64, 128, 256)]
         runs.append(("minilm", "encoder", 512, 1, small + encoder))
-        small = [*_top(1, 4, 8, 65, 128), *_aware(1, 8, 65), *_windows(4, 8, 128)]
+        small = [*_top(1, 4, 8, 65, 128), *_aware(1, 4, 8, 65), *_windows(4, 8, 128)]
         runs.append(("smollm2", "language model", 512, 1, small + decoder))
         runs.append(("smollm2", "language model", 2048, 1, [*_top(8, 65, 256), *_windows(8, 256), *long]))
     else:
@@ -349,6 +349,8 @@ STUDY = Study(
             "oblivious", "Table 1", "65 keys of largest weight are not enough", "43.5, exact 24.2 (causal, Table 2: "
             "33.5, exact 30.5)", "error or perplexity at least 10 % above exact attention's, as in Table 2; same "
             "shape: 1 %; perplexity at 2048 tokens", _oblivious,
+            otherwise="The gap is there, but smaller than in the paper's models. It was measured on one text, of a "
+            "kind that SmolLM2 predicts well; `--data` with books measures it on another.",
         ),
         Claim(
             "single", "Tables 1 and 2", "one key is close to useless, and one value less so",
@@ -384,6 +386,8 @@ STUDY = Study(
             "largest weights are at as many keys", "asks for methods that approximate the output; has none",
             "its loss is below OVO's at the keys that it read (between measured points: straight in the logarithms), "
             "for every setting; same shape: for one", _multipole,
+            otherwise="OVO looks at all weights before it chooses, multipole does not. On the small scale SmolLM2 runs "
+            "the loosest of the three settings that the paper's scale runs there.",
         ),
     ),
 )  # fmt: skip
