@@ -67,7 +67,9 @@ def test_another_growth_fails(key, sides, quantity, power):
 
 def test_a_growth_between_the_two_is_the_same_shape():
     assert verdict(NAME, "linear-time", scaled(table4(), YOSO, 0.3, "forward")) == "same shape"
+    assert verdict(NAME, "linear-time", scaled(table4(), YOSO, -0.4, "forward")) == "same shape"
     assert verdict(NAME, "linear-memory", scaled(table4(), YOSO, 0.3, "training")) == "same shape"
+    assert verdict(NAME, "quadratic", scaled(table4(), [SELF], -0.1, "forward")) == "same shape"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_method_that_is_never_faster_than_fused_attention_is_told():
     assert verdict(NAME, "fused", slow) == "does not"
 
 
-@pytest.mark.parametrize(("growth", "said"), [(1.5, "same shape"), (3.0, "does not")])
+@pytest.mark.parametrize(("growth", "said"), [(0.1, "same shape"), (1.5, "same shape"), (3.0, "does not")])
 def test_time_per_token_may_grow_by_a_third(growth, said):
     def last(row):
         return row["what"] == "per token" and row["length"] == 4096 and row["side"] == "YOSO-64"
