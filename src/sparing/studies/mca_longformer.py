@@ -254,12 +254,12 @@ def _composes(rows: Rows) -> Judgement:
     return judged(least["length"] >= 0.8, least["visible"] >= 0.8, ours=ours + "that a token sees for n")
 
 
-_SHORT = {("window", "length"): "window", ("window", "visible"): "window, seen", ("full", "length"): "full"}
+_SHORT = {("window", "length"): "window", ("window", "visible"): "seen", ("full", "length"): "full"}
 
 
 def _tables(rows: Rows) -> list[Table]:
     columns = ["attention", "method", "alpha", "r/d", "paper's", "padding", "values", "with AH", "loss",
-               "neighbour", "Table 3"]  # fmt: skip
+               "same next", "Table 3"]  # fmt: skip
     tables = []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = pick(rows, task=task)
@@ -271,17 +271,19 @@ def _tables(rows: Rows) -> list[Table]:
                 printed = task in REDUCTIONS and (attention, counts, method) == ("window", "length", "independent")
                 kept = f"{_mean(some, 'neighbours'):.0%}" if "neighbours" in some[0] else ""
                 lines.append([
-                    _SHORT[attention, counts], method, f"{alpha:g}", f"{1 / _saved(some, 'real', 'local'):.3f}",
+                    _SHORT[attention, counts], "own" if method == "independent" else method, f"{alpha:g}",
+                    f"{1 / _saved(some, 'real', 'local'):.3f}",
                     *(f"{_saved(some, kind):.2f}x" for kind in ("paper", "padding")),
                     *(f"{_saved(some, kind, 'local'):.2f}x" for kind in ("real", "weighed")),
                     f"{_loss(some):.4f}", kept, f"{REDUCTIONS[task][number]:.2f}x" if printed else "",
                 ])  # fmt: skip
         first = mine[0]
-        title = f"{task}: {first['documents']} documents of up to {first['tokens']} tokens. seen: n of eq. 9 is the "
-        title += (
-            "number of keys that a token sees. paper's, padding: all values; r/d, values, with AH: without those of "
+        title = (
+            f"{task}: {first['documents']} documents of up to {first['tokens']} tokens. seen: a window, and n of eq. 9 "
+            "is the number of keys that a token sees. own, shared: lists of samples. paper's, padding: all values; "
+            "r/d, values, with AH: without those of the global token. same next: documents with the same nearest one. "
+            f"loss: {'of the score' if 'scores' in first else '1 - cosine'}"
         )
-        title += "the global token. loss: " + ("of the score" if "scores" in first else "1 - cosine")
         tables.append(Table(title, columns, lines))
     return tables
 
