@@ -1,0 +1,1 @@
+"""Training with any method: `sparing train`."""
