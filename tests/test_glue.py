@@ -1,5 +1,6 @@
 """GLUE's files with their quirks, and sentence pairs as one input of a classifier."""
 
+import gzip
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -155,3 +156,11 @@ def test_a_comparison_reads_both_texts_of_a_classifiers_pair():
     assert found.fingerprint != other.fingerprint, "kept results are of these token types"
     quick = {"methods": ["window(size=2)"], "rounds": 1, "jobs": 1, "lengths": False, "batch": 1}
     assert "accuracy" in compare(subject, given, metric="accuracy", **quick).rows[0].end
+
+
+def test_files_may_be_compressed(tmp_path):
+    path = tmp_path / "glue" / "SST-2" / "dev.tsv.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress(FILES["SST-2"][0].encode()))
+    assert given(tmp_path) == [TASKS["SST-2"]]
+    assert len(read(TASKS["SST-2"], tmp_path)) == 2

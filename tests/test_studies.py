@@ -25,6 +25,7 @@ def small(measure, **options):
             "flat", "table 2", "y | is flat", "2", "all are equal", lambda rows: judged(False, ours="no"), "It is not."
         ),
         Claim("far", "table 3", "x", "y", "z", lambda rows: not_run("no data")),
+        Claim("own", "none", "asked by us", "-", "-", lambda rows: judged(True, ours="yes"), ours=True),
     )
     return Study(
         name="small", title="Three numbers", paper="mca", where="table 1", draw=draw, claims=claims, measure=measure,
@@ -93,6 +94,25 @@ def test_the_ledger_has_a_row_for_each_claim_and_a_paragraph_for_what_does_not_h
     assert "| x | table 3 | y | no data | **not run** |" in page
     assert "It is not." in page
     assert "`sparing study small`" in page
+    assert "| our question |" in page
+    assert "1 reproduces, 0 same shape, 1 does not, 1 not run. Questions of our own stand apart" in page
+
+
+def test_paragraphs_are_about_usual_runs_only():
+    outcome = run(small(double, options=("model",)), Settings(model="my-model"), Store(None))
+    page = ledger([outcome])
+    assert "It is not." not in page
+    assert "all are equal" in page  # the criterion stands for any run
+    assert "`sparing study small --model my-model`" in page
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mca-glue", "mca-tradeoff", "mca-longformer", "value-aware-oracles", "skyformer-spectral", "skyformer-spectrum"],
+)
+def test_a_folder_without_the_studys_data_is_refused_by_name(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"data: {tmp_path} holds nothing for this study, which looks for \w+"):
+        study(name).cells(Settings(data=tmp_path))
 
 
 def test_rows_are_found_by_their_entries():

@@ -70,6 +70,12 @@ def test_a_loss_at_moderate_alpha():
     assert verdict(NAME, "minimal", changed(made(), at(**ALL, alpha=0.4), score=0.87)) == "does not"
 
 
+@pytest.mark.parametrize("key", ["minimal", "nearly-same", "tipping", "layers"])
+def test_what_seeds_do_not_tell_apart_is_not_reproduced(key):
+    wild = changed(made(), lambda row: row.get("seed") == 0, score=0.6)
+    assert verdict(NAME, key, wild) != "reproduces"
+
+
 @pytest.mark.parametrize(("key", "enough"), [("nearly-same", 0.7), ("small-loss", 0.35)])
 def test_savings_are_those_on_valid_tokens(key, enough):
     good = changed(made(), at(**ALL, alpha=0.4), work=work(enough))
@@ -149,8 +155,11 @@ def test_the_paper_scale_is_sst_2_with_both_models(tmp_path):
 
 
 def test_without_a_training_set_there_are_the_help_topics(tmp_path):
-    for data in (None, write(tmp_path, "SST-2", sentences(2))):
-        assert {cell["task"] for cell in study(NAME).cells(Settings(data=data))} == {"help topics"}
+    half = write(tmp_path, "SST-2", sentences(2))
+    for settings in (Settings(), Settings(data=half, together=True)):
+        assert {cell["task"] for cell in study(NAME).cells(settings)} == {"help topics"}
+    with pytest.raises(ValueError, match=r"holds nothing for this study, which looks for SST-2"):
+        study(NAME).cells(Settings(data=half))
     write(tmp_path, "SST-2", sentences(4), "train")
     cells = study(NAME).cells(Settings(data=tmp_path))
     assert {cell["task"] for cell in cells} == {"SST-2"}

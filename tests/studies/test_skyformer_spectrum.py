@@ -115,7 +115,9 @@ def test_untrained_weights_are_others_and_always_the_same():
 
 
 def test_reviews_are_read_where_they_are(tmp_path):
-    texts = {cell["text"] for cell in STUDY.cells(Settings(data=tmp_path))}
+    with pytest.raises(ValueError, match="holds nothing for this study"):
+        STUDY.cells(Settings(data=tmp_path))
+    texts = {cell["text"] for cell in STUDY.cells(Settings(data=tmp_path, together=True))}
     assert texts == {"help topics", "ListOps", "Python source"}
     (tmp_path / "imdb").mkdir()
     (tmp_path / "imdb" / "test.jsonl").write_text(json.dumps({"text": "a film", "label": 1}) + "\n")

@@ -72,6 +72,7 @@ def test_what_the_paper_says_is_what_it_says():
         ("exact", of("value_aware(keys=65)"), 15.1, "does not"),
         ("exact", of("value_aware(keys=33)"), 0.001, "does not"),
         ("oblivious", of("top_keys(keys=65)", "smollm2", 2048), 21.0, "same shape"),
+        ("oblivious", of("top_keys(keys=65)", "smollm2", 2048), 20 * 33.5 / 30.5, "reproduces"),  # the paper's own
         ("oblivious", of("top_keys(keys=65)", "smollm2", 2048), 20.1, "does not"),
         ("single", of("value_aware(keys=1)", "smollm2"), 40.0, "same shape"),
         ("single", of("value_aware(keys=1)", "smollm2"), 5000.0, "does not"),

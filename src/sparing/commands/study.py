@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from sparing.measure.cells import Store, write_whole
     from sparing.report.bench_files import check_folder
     from sparing.studies import NAMES, study
+    from sparing.studies.figure import need_matplotlib
     from sparing.studies.run import Outcome, write
     from sparing.studies.run import run as measure
     from sparing.studies.study import Settings
@@ -55,9 +56,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--write-docs needs --all: the ledger holds every claim")
     studies = [study(name) for name in names]
     settings = Settings(
-        options.scale, None if options.data is None else Path(options.data), options.seeds, options.model
-    )
+        options.scale, None if options.data is None else Path(options.data), options.seeds, options.model,
+        together=len(names) > 1,
+    )  # fmt: skip
     report.refuse_unused(studies, settings)
+    need_matplotlib()
     folder = Path(options.out)
     check_folder(folder)
     if options.write_docs is not None and not Path(options.write_docs).resolve().parent.is_dir():

@@ -23,7 +23,7 @@ written by `{command}`; each row's criterion stands in the study's file, and a t
 **reproduces**: the criterion is met. **same shape**: the figures differ, but what they show is there. **does not**: it
 is not; the paragraph below the table says more. **not run**: it needs weights or data that were not there.
 
-{machine}. Scale: {scale}.
+The papers' claims: {counts}. Questions of our own stand apart. {machine}. Scale: {scale}.
 """
 
 
@@ -68,8 +68,9 @@ def show(outcome: Outcome, *, console: Console) -> None:
     claims.add_column()
     for claim in each.claims:
         judgement = outcome.judgements[claim.key]
+        where = "our question" if claim.ours else claim.where
         lines = (
-            f"{claim.states} ({claim.where})", f"paper: {claim.paper}", f"ours: {judgement.ours}",
+            f"{claim.states} ({where})", f"paper: {claim.paper}", f"ours: {judgement.ours}",
             f"criterion: {claim.criterion}",
         )  # fmt: skip
         claims.add_row(Text(judgement.verdict, style=_COLOURS[judgement.verdict]), Text("\n".join(lines)))
@@ -78,57 +79,79 @@ def show(outcome: Outcome, *, console: Console) -> None:
 
 
 def show_all(outcomes: Sequence[Outcome], *, console: Console) -> None:
-    """A line for each study."""
-    table = _table(title="All studies")
-    for column in ("study", "seconds", *_COLOURS):
+    """A line for each study; questions of ours are counted apart."""
+    table = _table(title="All studies: the papers' claims")
+    for column in ("study", "seconds", *_COLOURS, "ours"):
         table.add_column(column, justify="left" if column == "study" else "right")
+    total: Counter[str] = Counter()
     for outcome in outcomes:
-        count = Counter(judgement.verdict for judgement in outcome.judgements.values())
+        count = _counts(outcome)
+        total += count
         table.add_row(
-            outcome.study.name, f"{outcome.seconds:.0f}", *(str(count[verdict] or "") for verdict in _COLOURS)
+            outcome.study.name, f"{outcome.seconds:.0f}", *(str(count[key] or "") for key in (*_COLOURS, "ours"))
         )
-    total = Counter(judgement.verdict for outcome in outcomes for judgement in outcome.judgements.values())
     seconds = sum(outcome.seconds for outcome in outcomes)
-    table.add_row("together", f"{seconds:.0f}", *(str(total[verdict]) for verdict in _COLOURS), style="bold")
+    table.add_row("together", f"{seconds:.0f}", *(str(total[key]) for key in (*_COLOURS, "ours")), style="bold")
     console.print(table)
+
+
+def _counts(outcome: Outcome) -> Counter[str]:
+    return Counter("ours" if claim.ours else outcome.judgements[claim.key].verdict for claim in outcome.study.claims)
 
 
 def ledger(outcomes: Sequence[Outcome]) -> str:
     """A page in Markdown."""
     first = outcomes[0]
-    data = "" if first.settings.data is None else " --data FOLDER"
-    here = first.machine
+    here, settings = first.machine, first.settings
     where = f"{here['cpu']}, {here['threads']} threads, torch {here['torch']}, sparing {here['sparing']}"
+    with_data = "" if settings.data is None else ", with the papers' data where they are there"
+    total: Counter[str] = sum((_counts(outcome) for outcome in outcomes), Counter())
+    counts = ", ".join(f"{total[verdict]} {verdict}" for verdict in _COLOURS)
     parts = [
         _HEAD.format(
-            command=f"sparing study --all{data} --write-docs", machine=where,
-            scale=first.settings.scale + (", with the papers' data where they are there" if data else ""),
+            command=f"sparing study --all{_options(settings)} --write-docs", machine=where, counts=counts,
+            scale=settings.scale + with_data,
         )
     ]  # fmt: skip
     for key, paper in PAPERS.items():
         mine = [outcome for outcome in outcomes if outcome.study.paper == key]
-        if not mine:
-            continue
-        parts.append(f"## {paper}\n")
+        if mine:
+            parts.append(f"## {paper}\n")
         for outcome in mine:
-            parts += _section(outcome, data)
+            parts += _section(outcome)
     return "\n".join(parts)
 
 
-def _section(outcome: Outcome, data: str) -> list[str]:
-    each = outcome.study
-    option = data if "data" in each.options else ""
-    lines = [
-        f"### {each.name}", "",
-        f"{each.title} ({each.where}). `sparing study {each.name}{option}`, {outcome.seconds:.0f} s.", "",
-        "| claim | where | paper | ours | verdict |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+def _options(settings: Settings, known: Sequence[str] = ("data", "seeds", "model")) -> str:
+    """Of the command that gives these results."""
+    words = "" if settings.small else f" --scale {settings.scale}"
+    words += " --data FOLDER" if settings.data is not None and "data" in known else ""
+    words += f" --seeds {settings.seeds}" if settings.seeds is not None and "seeds" in known else ""
+    return words + (f" --model {settings.model}" if settings.model is not None and "model" in known else "")
+
+
+def _section(outcome: Outcome) -> list[str]:
+    each, settings = outcome.study, outcome.settings
+    command = f"sparing study {each.name}{_options(settings, each.options)}"
+    lines = [f"### {each.name}", "", f"{each.title} ({each.where}). `{command}`, {outcome.seconds:.0f} s.", ""]
+    for ours in (False, True):
+        claims = [claim for claim in each.claims if claim.ours is ours]
+        if not claims:
+            continue
+        lines += [
+            f"| {'our question' if ours else 'claim'} | where | paper | ours | verdict |",
+            "|---|---|---|---|---|",
+        ]
+        for claim in claims:
+            judgement = outcome.judgements[claim.key]
+            cells = (claim.states, claim.where, claim.paper, judgement.ours, f"**{judgement.verdict}**")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
     for claim in each.claims:
-        judgement = outcome.judgements[claim.key]
-        cells = (claim.states, claim.where, claim.paper, judgement.ours, f"**{judgement.verdict}**")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines.append("")
-    for claim in each.claims:
-        if outcome.judgements[claim.key].verdict in ("does not", "same shape") and claim.otherwise:
-            lines += [f"*{claim.states[0].upper()}{claim.states[1:]}*: {claim.otherwise}", ""]
+        verdict = outcome.judgements[claim.key].verdict
+        if verdict not in ("does not", "same shape"):
+            continue
+        why = f" {claim.otherwise}" if claim.otherwise and settings.usual else ""
+        said = f"{claim.states[0].upper()}{claim.states[1:]}: {verdict}"
+        lines += [f'*{said}.* "Reproduces" takes: {claim.criterion}.{why}', ""]
     return lines

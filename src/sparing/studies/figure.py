@@ -39,15 +39,21 @@ def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float]
     return list(axes.flat)
 
 
-def write_figure(study: Study, rows: Rows, path: Path) -> None:
-    """Draw a study; needs matplotlib."""
+def need_matplotlib() -> None:
+    """Raise where it is missing, before anything is measured."""
     try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "matplotlib is missing; run: pip install 'sparing[study]'", name="matplotlib"
         ) from None
+
+
+def write_figure(study: Study, rows: Rows, path: Path) -> None:
+    """Draw a study."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     look: Any = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "svg.hashsalt": study.name}
     with rc_context(look):
         figure = Figure(figsize=(6, 4), layout="constrained")

@@ -305,7 +305,7 @@ STUDY = Study(
             "any query gives to the token, and it charges tokens that are projected exactly.",
         ),
         Claim(
-            "linear", "eq. 9", "alpha scales the error bound linearly", "error ~ alpha^1",
+            "linear", "eq. 9", "alpha scales the error bound linearly, and the error with it", "bound ~ alpha^1",
             "exponent of the measured error against alpha 0.8 to 1.2 in every layer, n = 128, alphas of the paper; "
             "same shape: the error grows with each alpha", _linear,
             otherwise="The bound is proportional to alpha by definition; the error need not be. With a larger alpha "
@@ -313,8 +313,8 @@ STUDY = Study(
             "least 1, so that it can grow more slowly.",
         ),
         Claim(
-            "length", "section 3, eq. 10", "the error does not grow with the length of the input",
-            "independent of the input length",
+            "length", "section 3, eq. 10", "the bound is free of the input's length, and the error does not grow",
+            "bounds independent of the input length",
             f"error / bound at alpha = {ALPHA:g} and 256 tokens at most 1.1 times that at 32, for both kinds of "
             "samples; same shape: for independent ones", _length,
             otherwise="The bound does not depend on the length. The error stays below it at every length, but nothing "

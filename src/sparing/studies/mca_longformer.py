@@ -78,6 +78,8 @@ def _tasks(settings: Settings) -> list[dict[str, Any]]:
         weights = {"weights": subject.fingerprint}
         if subject.kind == "classifier":
             names = [_own(subject.name, names)]
+    if not names:
+        settings.refuse_unused("imdb, hyperpartisan or aapd: " + articles.COLLECTIONS["imdb"].form)
     most, tokens = (MOST, TOKENS) if settings.small else (None, LONGEST)
     found = []
     for name in names or [TOPICS]:

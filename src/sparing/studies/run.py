@@ -33,7 +33,7 @@ class Outcome:
             {
                 "key": claim.key, "where": claim.where, "states": claim.states, "paper": claim.paper,
                 "criterion": claim.criterion, "ours": self.judgements[claim.key].ours,
-                "verdict": self.judgements[claim.key].verdict,
+                "verdict": self.judgements[claim.key].verdict, "question": "ours" if claim.ours else "paper",
             }
             for claim in self.study.claims
         ]  # fmt: skip
@@ -84,7 +84,7 @@ def run(
 
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
-    """The results as JSON and as a figure, which may be missing where matplotlib is."""
+    """The results as JSON and as a figure."""
     from sparing.studies.figure import write_figure
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -83,6 +83,8 @@ class Inputs(NamedTuple):
 
 def _cells(settings: Settings) -> list[Cell]:
     seeds = settings.seeds or 3
+    if settings.data is not None and settings.small and wikitext.path_in(settings.data) is None:
+        settings.refuse_unused("wikitext2/valid.txt, plain text (may be .xz)")
     text = _documents(settings.data, settings.small)
     model = settings.model or MODELS[settings.scale]
     given = {"model": model, "text": text.name, "fingerprint": text.fingerprint}
@@ -314,7 +316,7 @@ def _tables(rows: Rows) -> list[Table]:
                 first.append(["", "  paper (BERT)", *(f"{read[d]:.2f}" if d in read else "" for d in BUDGETS)])
         for name in (*SPECS, "own"):
             label = "Skyformer, own kernel" if name == "own" else name
-            second.append([where, label, *(f"{relative[panel, name, d]:.3f}" for d in BUDGETS)])
+            second.append([where, label, *(f"{relative[panel, name, d]:.2g}" for d in BUDGETS)])
         plain = pick(rows, weights=panel[0], length=panel[1], method="values")
         facts = {name: fmean(row[name] for row in plain) for name in ("kernel", "spread", "keys", "error", "relative")}
         third.append([

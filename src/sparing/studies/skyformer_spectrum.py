@@ -46,6 +46,8 @@ def _texts(settings: Settings) -> dict[str, Documents]:
         if files:  # the test set, where there is one
             reviews = documents.read(files[:1])
             found["film reviews"] = Documents(reviews.name, reviews.texts[:200])
+        else:
+            settings.refuse_unused("imdb/*.jsonl, an object with 'text' on each line (may be .xz)")
     return found
 
 

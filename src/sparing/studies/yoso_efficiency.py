@@ -347,7 +347,7 @@ STUDY = Study(
             "above 1 against SDPA at 4096 tokens, forward and backward, for each number of hashes; same shape: for one",
             _fused,
             otherwise="Fused attention never writes its matrix, and is several times as fast as what the paper timed. "
-            "Many hashes pay off at longer texts only.",
+            "Many hashes pay off at longer texts only.", ours=True,
         ),
         Claim(
             "cache", "table 4", "at 4096 tokens YOSO keeps less for the backward pass", _paper_gains(4096, ("cache",)),

@@ -122,7 +122,7 @@ def _flat(norm: str, data: str | None = None) -> Any:
         values = [pick(mine, hash=worst, length=length)[0][norm] for length in ends]
         ours = f"{values[0]:.2f} at {ends[0]}, {values[1]:.2f} at {ends[1]} tokens ({worst} hashes); exponents "
         ours += f"{min(powers.values()):+.2f} to {max(powers.values()):+.2f}"
-        return judged(abs(powers[worst]) <= FLAT, max(powers.values()) <= SLOW, ours=ours)
+        return judged(abs(powers[worst]) <= FLAT, abs(powers[worst]) <= SLOW, ours=ours)
 
     return judge
 
@@ -231,7 +231,7 @@ STUDY = Study(
             "independent", "figure 5", "the error of independent normal q, k, v stays almost constant, too (ours)",
             "not looked at", _CRITERION, _flat("L2", "independent"),
             otherwise="There is nothing to attend to: all weights are nearly equal and, the more bits there are, the "
-            "smaller; the error is near 1 or above. It grows with the bits, not with the tokens.",
+            "smaller; the error is near 1 or above. It grows with the bits, not with the tokens.", ours=True,
         ),
         Claim(
             "hashes", "section 6", "the error falls with the number of hashes", "variance falls with the hashes",

@@ -31,10 +31,12 @@ class Task:
     def path(self, data: Path, split: str = "dev") -> Path:
         """Its file in a folder with datasets, whether it is there or not."""
         name = self.dev if split == "dev" else f"{split}.tsv"
-        places = [top / (self.folder or self.name) / name for top in (data / "glue", data)]
+        folders = [top / (self.folder or self.name) for top in (data / "glue", data)]
+        places = [folder / f"{name}{end}" for folder in folders for end in ("", ".xz", ".gz")]
         return next((place for place in places if place.is_file()), places[0])
 
 
+WANTED = "glue/TASK/dev.tsv or TASK/dev.tsv, the files of the GLUE benchmark as they are (may be .xz or .gz)"
 #: In the order of the paper's tables.
 TASKS = {
     task.name: task
