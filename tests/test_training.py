@@ -35,8 +35,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("method", ["exact", "yoso(hashes=4)"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("method", "dropout"), [("exact", 0.0), ("yoso(hashes=4)", 0.2)])
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(method, dropout, tmp_path):
     asked = config("masked", method=method, dropout=dropout)
     whole = train(asked)
