@@ -24,6 +24,11 @@ from sparing.transformers.find import find
 from sparing.transformers.statistics import LayerStatistics
 from sparing.transformers.watch import swapped
 
+ALPHAS = (0.2, 0.4, 0.6, 1.0)  #: of the paper's tables
+POINT = 0.01  #: "1 % accuracy loss"
+METHODS: dict[str, dict[str, Any]] = {
+    "independent": {}, "shared": {"samples": "shared"}, "mean": {"estimator": "mean"}, "drop": {"estimator": "drop"},
+}  #: by the names that the tables give them  # fmt: skip
 SLOTS = 128  #: the paper pads all of GLUE to so many tokens
 TOPICS = "help topics"  #: the task that is always there
 _TOGETHER = 8  # documents of equal length that run at once, and share their samples

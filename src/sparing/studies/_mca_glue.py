@@ -8,12 +8,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sparing.measure.estimate import Estimate, estimate
-from sparing.studies._mca import Work
+from sparing.studies._mca import ALPHAS, POINT, Work
 from sparing.studies._mca_tables import PAPER_TABLES
 from sparing.studies.study import Judgement, Rows, judged, not_run, pick
 
-ALPHAS = (0.2, 0.4, 0.6, 1.0)
-POINT = 0.01  #: "1 % accuracy loss"
 WORDS = {"matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman", "accuracy": "accuracy", "f1": "F1"}
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparing.measure.estimate import Estimate
 from sparing.methods.monte_carlo import MonteCarlo
-from sparing.studies._mca import SLOTS, TOPICS, documents_of, model_of, problem, reads_out, train_of
+from sparing.studies._mca import ALPHAS, METHODS, SLOTS, TOPICS, documents_of, model_of, problem, reads_out, train_of
 from sparing.studies._mca_glue import (
-    ALPHAS,
     Case,
     baselines,
     cap,
@@ -38,12 +37,6 @@ if TYPE_CHECKING:
 SEEDS = {"small": 3, "paper": 128}
 MOST = 128  #: documents of a task with a score, at small scale
 MOST_JOINT = 32  #: of one whose FLOPs alone are counted
-METHODS = {
-    "independent": {},
-    "shared": {"samples": "shared"},
-    "mean": {"estimator": "mean"},
-    "drop": {"estimator": "drop"},
-}  #: by the name that the tables give them
 
 
 def _cells(settings: Settings) -> list[Cell]:

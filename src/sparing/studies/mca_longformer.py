@@ -14,7 +14,7 @@ import torch
 from sparing.measure.ends import digest
 from sparing.measure.prepare import extended
 from sparing.methods.monte_carlo import MonteCarlo
-from sparing.studies._mca import Work
+from sparing.studies._mca import ALPHAS, METHODS, TOPICS, Work
 from sparing.studies._mca_longformer import compare, run
 from sparing.studies.figure import PAPER, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
@@ -26,15 +26,10 @@ from sparing.tasks.subject import Subject, load
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALPHAS = (0.2, 0.4, 0.6, 1.0)
 WINDOW = 256
-TOPICS = "help topics"
 MOST, TOKENS = 3, 768  #: documents, and tokens of each, at small scale
 LONGEST = 4096  #: tokens that the paper's model reads
 SEEDS = {"small": 1, "paper": 128}
-METHODS: dict[str, dict[str, Any]] = {
-    "independent": {}, "shared": {"samples": "shared"}, "mean": {"estimator": "mean"}, "drop": {"estimator": "drop"},
-}  # fmt: skip
 
 #: Table 3: FLOPs reductions, and accuracies with that of the exact model first. HND's F1 line has 11.30 at alpha = 1.
 REDUCTIONS = {

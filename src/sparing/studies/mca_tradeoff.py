@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparing.measure.estimate import Estimate, estimate
 from sparing.methods.monte_carlo import MonteCarlo
-from sparing.studies._mca import TOPICS, Work, documents_of, model_of, problem, reads_out, train_of
+from sparing.studies._mca import POINT, TOPICS, Work, documents_of, model_of, problem, reads_out, train_of
 from sparing.studies._mca_tables import PAPER_TABLES, WEIGHTS
 from sparing.studies.figure import PAPER, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
@@ -22,7 +22,6 @@ SEEDS = {"small": 3, "paper": 128}
 MOST = 96  #: documents at small scale
 WIDE, HALF = "float32", "float16"
 ROUNDINGS = (WIDE, HALF, "bfloat16")
-POINT = 0.01
 TASK = "SST-2"  #: the paper's
 
 

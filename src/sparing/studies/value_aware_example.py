@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparing.measure.estimate import exponent
 from sparing.oracles.convex import ova_objective
 from sparing.studies.figure import panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
@@ -87,16 +88,10 @@ def _growing(rows: Rows) -> Judgement:
     found = sorted(pick(rows, what="growing"), key=lambda row: row["length"])
     first, last = found[0], found[-1]
     grows = all(a["oblivious"] < b["oblivious"] for a, b in pairwise(found))
-    slope = _slope([row["length"] for row in found[-4:]], [row["oblivious"] for row in found[-4:]])
+    slope = exponent([row["length"] for row in found[-4:]], [row["oblivious"] for row in found[-4:]])
     ours = f"{first['oblivious']:.2f} at {first['length']:g}, {last['oblivious']:.3g} at {last['length']:g}"
     ours += f", exponent {slope:.2f}; the nearest value's error, too: {last['aware']:.3g}"
     return judged(grows and 1.9 < slope < 2.1, grows, ours=ours)
-
-
-def _slope(x: list[float], y: list[float]) -> float:
-    logs = torch.tensor([x, y], dtype=torch.float64).log()
-    centred = logs - logs.mean(-1, keepdim=True)
-    return float((centred[0] * centred[1]).sum() / centred[0].square().sum())
 
 
 def _skew(rows: Rows) -> Judgement:
