@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparing.commands import bench, compare, lists, plan, study
+from sparing.commands import bench, compare, lists, plan, study, train
 
-_COMMANDS = (compare, plan, bench, study, lists)
+_COMMANDS = (compare, plan, bench, train, study, lists)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparing.measure.cells import write_whole
-from sparing.studies.study import Rows, Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,25 +38,25 @@ def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float]
     return list(axes.flat)
 
 
-def need_matplotlib() -> None:
+def need_matplotlib(extra: str = "study") -> None:
     """Raise where it is missing, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "matplotlib is missing; run: pip install 'sparing[study]'", name="matplotlib"
+            f"matplotlib is missing; run: pip install 'sparing[{extra}]'", name="matplotlib"
         ) from None
 
 
-def write_figure(study: Study, rows: Rows, path: Path) -> None:
-    """Draw a study."""
+def write_figure(draw: Callable[[Figure], None], path: Path) -> None:
+    """What `draw` puts into a figure, as a file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    look: Any = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "svg.hashsalt": study.name}
+    look: Any = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "svg.hashsalt": path.stem}
     with rc_context(look):
         figure = Figure(figsize=(6, 4), layout="constrained")
-        study.draw(rows, figure)
+        draw(figure)
         drawn = io.BytesIO()
         figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=150)
     write_whole(path, drawn.getvalue())

@@ -90,7 +90,7 @@ def write(outcome: Outcome, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{outcome.study.name}.json", folder / f"{outcome.study.name}.png"]
     write_whole(written[0], outcome.to_json())
-    write_figure(outcome.study, outcome.rows, written[1])
+    write_figure(lambda figure: outcome.study.draw(outcome.rows, figure), written[1])
     return written
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparing.tasks import articles, listops, pathfinder
+from sparing.tasks.hub import Hub
 from sparing.tasks.text import distinct_topics, python_sources
 from sparing.tasks.trainable import Example, Split, Task
 
@@ -59,11 +60,12 @@ def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VAL
     return Task("pathfinder", "own pictures", "class", 256, length, split("train", train), split("valid", valid))
 
 
-def bytes_task(length: int, seed: int, data: Path | None = None) -> Task:
+def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
     """The class of a text, byte by byte: those of imdb/train*.jsonl and test*.jsonl, or help topics against source."""
     if data is not None:
         train, valid = (_reviews(data, part, length) for part in ("train", "test"))
-        return Task("bytes", data.name, "class", BYTES, length, train, valid)
+        classes = 2 if isinstance(data, Path) else int(max(train[number].label for number in range(len(train)))) + 1
+        return Task("bytes", data.name, "class", BYTES, length, train, valid, classes)
     prose, code = (_pieces(texts, length) for texts in (distinct_topics(), python_sources()))
     each = min(len(prose), len(code))
     made = [
@@ -72,9 +74,11 @@ def bytes_task(length: int, seed: int, data: Path | None = None) -> Task:
     return Task("bytes", "Python help against source code", "class", BYTES, length, *_split(made, seed))
 
 
-def pixels_task(length: int, seed: int, data: Path | None = None) -> Task:
+def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
     """What a small picture shows, pixel by pixel: an .npz with x_train, y_train, x_test, y_test, or scanned digits."""
-    if data is not None:
+    if isinstance(data, Hub):
+        arrays = _pictures(data)
+    elif data is not None:
         data = _file(data, "cifar10", "*.npz", "pictures: x_train, y_train, x_test, y_test")
         arrays = _arrays(data)
     else:
@@ -101,11 +105,17 @@ def pixels_task(length: int, seed: int, data: Path | None = None) -> Task:
     return Task("pixels", name, "class", 256, length, split("train"), split("test"), classes)
 
 
-def retrieval_task(length: int, seed: int, data: Path | None = None, train: int = TRAIN, valid: int = VALID) -> Task:
+def retrieval_task(
+    length: int, seed: int, data: Path | Hub | None = None, train: int = TRAIN, valid: int = VALID
+) -> Task:
     """Whether two texts belong together: rows of a .tsv with label, text and text, or pieces of help topics."""
     if data is not None:
-        data = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
-        made = [Example(text_bytes(one, length), label, text_bytes(two, length)) for label, one, two in _pairs(data)]
+        if isinstance(data, Path):
+            data = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
+            pairs = _pairs(data)
+        else:
+            pairs = data.rows(("train",), (("label",), ("text1", "sentence1"), ("text2", "sentence2")))
+        made = [Example(text_bytes(one, length), int(label), text_bytes(two, length)) for label, one, two in pairs]
         return Task("retrieval", data.name, "pair", BYTES, length, *_split(made, seed))
     topics = [pieces for topic in distinct_topics() if len(pieces := _pieces([topic], length)) >= 4]
 
@@ -141,7 +151,10 @@ def _file(data: Path, folder: str, pattern: str, form: str) -> Path:
     return found[0]
 
 
-def _reviews(data: Path, part: str, length: int) -> Split:
+def _reviews(data: Path | Hub, part: str, length: int) -> Split:
+    if isinstance(data, Hub):
+        rows = data.rows(("train",) if part == "train" else ("test", "validation"), (("text", "sentence"), ("label",)))
+        return _listed([Example(text_bytes(text, length), int(label)) for text, label in rows])
     path = _file(data, "imdb", f"{part}*.jsonl*", "an object with 'text' and 'label' (0 or 1) on each line")
     found = articles.json_lines(path)
     assert found.labels is not None
@@ -199,7 +212,19 @@ def _arrays(path: Path) -> dict[str, Any]:
     return arrays
 
 
-def _pairs(path: Path) -> list[tuple[int, str, str]]:
+def _pictures(data: Hub) -> dict[str, Any]:
+    """Pictures of the hub, in grey."""
+    import numpy
+
+    found = {}
+    for part, splits in (("train", ("train",)), ("test", ("test", "validation"))):
+        rows = data.rows(splits, (("image", "img"), ("label",)))
+        found[f"x_{part}"] = numpy.stack([numpy.asarray(picture.convert("L")) for picture, _ in rows])
+        found[f"y_{part}"] = numpy.asarray([label for _, label in rows])
+    return found
+
+
+def _pairs(path: Path) -> list[tuple[Any, ...]]:
     from sparing.tasks.documents import decoded
 
     found = []

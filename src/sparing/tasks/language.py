@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparing.tasks.documents import read
+from sparing.tasks.hub import Hub
 from sparing.tasks.text import distinct_topics
 from sparing.tasks.trainable import Example, Objective, Split, Task
 
@@ -20,27 +21,31 @@ HIDDEN = 0.15  #: share of the tokens that are asked for
 VALID = 256
 
 
-def causal_task(length: int, seed: int, data: Sequence[Path] | None = None) -> Task:
+def causal_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
     """What the next byte is."""
     return _task("causal", "next", length, seed, data)
 
 
-def masked_task(length: int, seed: int, data: Sequence[Path] | None = None) -> Task:
+def masked_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
     """What the hidden bytes are."""
     return _task("masked", "masked", length, seed, data)
 
 
-def order_task(length: int, seed: int, data: Sequence[Path] | None = None) -> Task:
+def order_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
     """What the hidden bytes are, and whether two neighbouring parts stand in their order, as YOSO was pretrained."""
     return _task("order", "order", length, seed, data)
 
 
-def _task(name: str, objective: Objective, length: int, seed: int, data: Sequence[Path] | None) -> Task:
+def _task(name: str, objective: Objective, length: int, seed: int, data: Sequence[Path] | Hub | None) -> Task:
     if length < 16:
         raise ValueError(f"length={length} is too short for text; take 16 or more")
-    texts = distinct_topics() if data is None else list(read(data, whole=True).texts)
+    if data is None:
+        texts, where = distinct_topics(), "Python help topics"
+    elif isinstance(data, Hub):
+        texts, where = [text for (text,) in data.rows(("train",), (("text",),)) if text], str(data)
+    else:
+        texts, where = list(read(data, whole=True).texts), ", ".join(path.name for path in data)
     held, seen = _held_out(texts, length)
-    where = "Python help topics" if data is None else ", ".join(path.name for path in data)
     return Task(
         name, where, objective, BYTES, length, _split(seen, objective, length, seed, held=False),
         _split(held, objective, length, seed, held=True), mask=None if objective == "next" else MASK,

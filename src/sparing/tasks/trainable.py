@@ -8,16 +8,16 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-#: "class": of a text; "pair": of two texts; "next": the token after each; "masked": hidden tokens; "order": these, and
-#: whether two parts stand in their order.
-Objective = Literal["class", "pair", "next", "masked", "order"]
+#: "class": of a text; "score": a number; "pair": the class of two texts that are read apart; "next": the token after
+#: each; "masked": hidden tokens; "order": these, and whether two parts stand in their order.
+Objective = Literal["class", "score", "pair", "next", "masked", "order"]
 
 
 class Example(NamedTuple):
     """One text, as numbers."""
 
     tokens: Tensor  #: [n]
-    label: int = 0
+    label: float = 0  #: a class, or a score
     other: Tensor | None = None  #: a second text
     segments: Tensor | None = None  #: [n]
 
@@ -53,11 +53,15 @@ class Task:
     classes: int = 2
     mask: int | None = None  #: the token that hides others, for "masked" and "order"
     special: tuple[int, ...] = (0,)  #: tokens that are never hidden or asked for: padding and marks
+    padding: int = 0  #: the token behind the end of shorter examples
+    judged: str = ""  #: a metric of `measure.metrics`, where it is not the objective's usual one
+    part: str = ""  #: which of several tasks of one name
+    labels: tuple[str, ...] = ()  #: names of the classes
 
     @property
     def metric(self) -> str:
         """What a trained model is judged by."""
-        return "accuracy" if self.objective in ("class", "pair") else "perplexity"
+        return self.judged or ("accuracy" if self.objective in ("class", "pair") else "perplexity")
 
     @property
     def causal(self) -> bool:
@@ -67,5 +71,7 @@ class Task:
         """The metric of a model that has learned nothing but how often each answer occurs; of words: nothing at all."""
         if self.metric == "perplexity":
             return float(self.vocabulary - len(self.special) - (self.mask is not None))
+        if self.metric != "accuracy":
+            return 0.0  # correlations
         labels = [self.valid[number].label for number in range(len(self.valid))]
         return max(labels.count(label) for label in set(labels)) / len(labels)

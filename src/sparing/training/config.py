@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sparing.method import method as _method
-from sparing.tasks import arena, language
+from sparing.tasks.kinds import KINDS
 from sparing.tasks.trainable import Task
 
 PRECISIONS = ("no", "bf16", "fp16")
+
+
+def _of(default: Any, words: str) -> Any:
+    return field(default=default, metadata={"words": words})
 
 
 @dataclass(frozen=True)
@@ -21,45 +25,68 @@ class Config:
     """A run. Two runs with equal settings take the same steps."""
 
     task: str
-    method: str = "exact"
-    length: int = 0  #: tokens; 0: the task's usual length
-    width: int = 64
-    heads: int = 2
-    layers: int = 2
-    hidden: int = 128
-    norm: str = "pre"
-    dropout: float = 0.0
-    batch: int = 32  #: examples of a step, over all processes
-    accumulate: int = 1  #: parts of a batch that are run one after the other
-    steps: int = 1000
-    rate: float = 1e-3  #: the highest learning rate
-    warmup: float = 0.05  #: share of the steps in which the rate rises; then it falls in a line to zero
-    decay: float = 0.01  #: of weights
-    clip: float = 1.0  #: of the gradient's norm
-    evaluate: int = 0  #: steps between evaluations; 0: ten in all
-    precision: str = "no"
-    data: str | None = None  #: a file or a folder; None: what is always there
-    seed: int = 0
+    method: str = _of("exact", "of attention, such as 'yoso(hashes=32)'")
+    length: int = _of(0, "tokens of an example at most; 0: the task's usual length")
+    width: int = _of(64, "of the states of the model")
+    heads: int = _of(2, "of attention")
+    layers: int = _of(2, "of attention and feed-forward parts")
+    hidden: int = _of(128, "width of the feed-forward parts")
+    norm: str = _of("pre", "where states are normalised: pre or post")
+    dropout: float = _of(0.0, "share of what each part adds that is left out")
+    batch: int = _of(32, "examples of a step, over all processes")
+    accumulate: int = _of(1, "parts of a batch that run one after the other")
+    steps: int = _of(1000, "of the optimizer")
+    epochs: float = _of(0.0, "passes over the examples, in place of --steps")
+    rate: float = _of(0.0, "the highest learning rate; 0: 0.001, or 0.00005 for a pretrained model")
+    warmup: float = _of(0.05, "share of the steps in which the rate rises; then it falls in a line to zero")
+    decay: float = _of(0.01, "of weights")
+    clip: float = _of(1.0, "the largest norm of a gradient")
+    evaluate: int = _of(0, "steps between evaluations; 0: ten in all")
+    precision: str = _of("no", "mixed precision: no, bf16 or fp16")
+    data: str | None = _of(None, "a file, a folder, or hub:NAME; default: what is always there")
+    part: str | None = _of(None, "which of the tasks or sets that --data holds, such as SST-2")
+    pretrained: str | None = _of(None, "for glue: a folder, a name on the hub, or minilm (default)")
+    frozen: str | None = _of(None, "parts of the model that stay as they are, by words in their names: embeddings")
+    seed: int = _of(0, "of weights, examples and their order")
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} is not one of {', '.join(TASKS)}")
+        if self.task not in KINDS:
+            raise ValueError(f"task={self.task!r} is not one of {', '.join(KINDS)}")
         _method(self.method)
         for name in ("width", "heads", "layers", "hidden", "batch", "accumulate", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("length", "evaluate", "decay", "warmup", "dropout"):
-            if getattr(self, name) < 0:
+        for name in ("length", "evaluate", "decay", "warmup", "dropout", "rate", "epochs"):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if not self.clip > 0:
+            raise ValueError(f"clip={self.clip} must be above 0")
         if self.batch % self.accumulate:
             raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         if self.warmup >= 1:
             raise ValueError(f"warmup={self.warmup} is a share of the steps, and must be below 1")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+        if self.tuned:
+            self._refuse(("width", "heads", "layers", "hidden", "norm"), "is the pretrained model's own; leave it out")
+        else:
+            self._refuse(("pretrained",), f"belongs to glue; {self.task} trains a model of its own")
+
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        usual = {each.name: each.default for each in fields(self)}
+        for name in names:
+            if getattr(self, name) != usual[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} {why}")
+
+    @property
+    def tuned(self) -> bool:
+        """Whether a pretrained model is trained on."""
+        return KINDS[self.task].tuned
+
+    @property
+    def highest(self) -> float:
+        """The highest learning rate."""
+        return self.rate or (5e-5 if self.tuned else 1e-3)
 
     @property
     def every(self) -> int:
@@ -74,50 +101,24 @@ class Config:
 
     def load(self) -> Task:
         """The task's examples."""
-        usual, make = TASKS[self.task]
-        return make(self.length or usual, self.seed, None if self.data is None else Path(self.data))
+        kind = KINDS[self.task]
+        return kind.load(
+            length=self.length or kind.length, seed=self.seed, data=self.data, part=self.part,
+            pretrained=self.pretrained,
+        )  # fmt: skip
+
+    def settled(self, task: Task) -> Config:
+        """With the steps that its epochs have."""
+        if not self.epochs:
+            return self
+        return replace(self, steps=max(round(self.epochs * (len(task.train) // self.batch)), 1))
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step, which counts from 0."""
         rising = max(round(self.warmup * self.steps), 1)
         if step < rising:
-            return self.rate * (step + 1) / rising
-        return self.rate * (self.steps - step) / max(self.steps - rising, 1)
-
-
-def _language(make: Callable[..., Task]) -> Callable[[int, int, Path | None], Task]:
-    return lambda length, seed, data: make(length, seed, None if data is None else _texts(data))
-
-
-def _texts(data: Path) -> list[Path]:
-    if not data.is_dir():
-        return [data]
-    found = sorted(path for path in data.iterdir() if path.name.split(".", 1)[-1] in ("txt", "txt.xz", "txt.gz"))
-    if not found:
-        raise ValueError(f"data: there is no .txt file in {data}")
-    return found
-
-
-def _generated(make: Callable[..., Task]) -> Callable[[int, int, Path | None], Task]:
-    def load(length: int, seed: int, data: Path | None) -> Task:
-        if data is not None:
-            raise ValueError(f"data: {make.__name__.removesuffix('_task')} makes its own examples; leave it out")
-        return make(length, seed)
-
-    return load
-
-
-#: name -> usual length, loader of length, seed and data
-TASKS: dict[str, tuple[int, Callable[[int, int, Path | None], Task]]] = {
-    "listops": (256, _generated(arena.listops_task)),
-    "pathfinder": (1024, _generated(arena.pathfinder_task)),
-    "bytes": (512, arena.bytes_task),
-    "pixels": (64, arena.pixels_task),
-    "retrieval": (256, arena.retrieval_task),
-    "causal": (256, _language(language.causal_task)),
-    "masked": (256, _language(language.masked_task)),
-    "order": (256, _language(language.order_task)),
-}
+            return self.highest * (step + 1) / rising
+        return self.highest * (self.steps - step) / max(self.steps - rising, 1)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -133,17 +134,17 @@ def read(path: Path) -> dict[str, Any]:
     return held
 
 
+_TYPES = {"int": (int,), "float": (int, float), "str": (str,), "str | None": (str, type(None))}
+
+
 def made(settings: Mapping[str, Any]) -> Config:
     """A run with these settings; others keep their defaults."""
-    kinds = {each.name: each.type for each in fields(Config)}
+    kinds = {each.name: str(each.type) for each in fields(Config)}
     for name, value in settings.items():
         if name not in kinds:
             raise ValueError(f"config: there is no setting {name!r}; there are {', '.join(kinds)}")
-        wanted = {"int": (int,), "float": (int, float), "str": (str,), "str | None": (str, type(None))}[
-            str(kinds[name])
-        ]
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        if not isinstance(value, _TYPES[kinds[name]]) or isinstance(value, bool):
             raise ValueError(f"config: {name}={value!r} must be of type {kinds[name]}")
     if "task" not in settings:
-        raise ValueError(f"config: no task is named; there are {', '.join(TASKS)}")
-    return replace(Config(str(settings["task"])), **settings)
+        raise ValueError(f"config: no task is named; there are {', '.join(KINDS)}")
+    return Config(**settings)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.measure.metrics import End, metrics_of
 from sparing.tasks.batches import Batches
 from sparing.tasks.trainable import Split, Task
 from sparing.training import checkpoint
 from sparing.training.config import Config
 from sparing.training.objectives import Inputs, inputs_of, losses, model_for
+from sparing.training.tuned import Tuned, export
 from sparing.training.watch import Stopped, first_bad_gradient, first_bad_output
 
 Record = dict[str, float]  #: of an evaluation
@@ -33,7 +35,12 @@ class Trained:
     records: tuple[Record, ...]
     best: Record
     losses: tuple[float, ...]  #: of every step
-    seconds: float
+    times: tuple[float, ...]  #: seconds of training up to each record, without evaluations
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return self.times[-1]
 
     @property
     def metric(self) -> float:
@@ -47,11 +54,13 @@ class Training:
     def __init__(
         self, config: Config, folder: Path | None = None, *, tell: Callable[[str, int, int], None] | None = None
     ) -> None:
+        need_accelerate()
         from accelerate import Accelerator
 
-        self.config, self.folder = config, folder
+        self.folder = folder
         self.tell = tell or (lambda text, done, steps: None)
         self.task = config.load()
+        self.config = config = config.settled(self.task)
         if config.batch > len(self.task.train):
             raise ValueError(
                 f"batch={config.batch} is more than the {len(self.task.train)} examples of {self.task.name}"
@@ -65,13 +74,17 @@ class Training:
         torch.manual_seed(config.seed)
         model = model_for(self.task, config)
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.rate, betas=(0.9, 0.999), eps=1e-6, weight_decay=config.decay
-        )
+            [weight for weight in model.parameters() if weight.requires_grad], lr=config.highest, betas=(0.9, 0.999),
+            eps=1e-6, weight_decay=config.decay,
+        )  # fmt: skip
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.batches = Batches(len(self.task.train), config.batch, seed=config.seed, lengths=self.task.train.lengths)
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
         self.records: list[Record] = []
+        self.times: list[float] = []
+        self.saved = 0  #: the step of the last checkpoint
+        self.on_record: Callable[[], None] = lambda: None  #: called behind each evaluation, by the main process
 
     @property
     def bare(self) -> Any:
@@ -86,10 +99,9 @@ class Training:
             self.tell(f"loss {self.losses[-1]:.3f}", self.step, self.config.steps)
             if self.step % self.config.every == 0 or self.step == self.config.steps:
                 self.records.append({"step": float(self.step), "loss": self.losses[-1], **self.evaluate()})
+                self.times.append(self.seconds)
                 self._save()
-        return Trained(
-            self.config, self.task, tuple(self.records), self._best(), tuple(self.losses), self.seconds
-        )  # fmt: skip
+        return Trained(self.config, self.task, tuple(self.records), self._best(), tuple(self.losses), tuple(self.times))
 
     def resume(self) -> bool:
         """Go on from the last checkpoint; False: there is none."""
@@ -99,9 +111,17 @@ class Training:
         held = checkpoint.load(path, self.config)
         self.bare.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
-        self.step, self.seconds = held["step"], held["seconds"]
-        self.losses, self.records = list(held["losses"]), list(held["records"])
+        self.step = self.saved = held["step"]
+        self.seconds = held["seconds"]
+        self.losses, self.records, self.times = (list(held[name]) for name in ("losses", "records", "times"))
         return True
+
+    def export(self) -> None:
+        """Of a pretrained model, the best state as a folder that transformers loads: FOLDER/model."""
+        if self.folder is None or not isinstance(self.bare, Tuned) or not self.accelerator.is_main_process:
+            return
+        self.bare.load_state_dict(checkpoint.load(self.folder / "best.pt")["model"])
+        export(self.bare, self.config, self.folder / "model")
 
     def _step(self) -> float:
         start = time.perf_counter()
@@ -162,11 +182,16 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> Record:
         """On the examples that are held out, shared among processes."""
+        from accelerate.utils import gather_object
+
         state = torch.get_rng_state()
         torch.manual_seed(self.config.seed)
         self.model.eval()
         rank, ranks, split = self.accelerator.process_index, self.accelerator.num_processes, self.task.valid
-        mine = range(rank, len(split), ranks)
+        mine = list(range(rank, len(split), ranks))
+        if split.lengths is not None:
+            mine.sort(key=split.lengths.__getitem__)  # so that little is padding
+        ends: list[End] = []
         sums = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
         for at in range(0, len(mine), _TRIED):
             part = self._inputs(split, mine[at : at + _TRIED], "valid")
@@ -175,9 +200,17 @@ class Training:
             order = torch.zeros(()) if found.order is None else found.order
             each = (float(found.loss), float(found.right), part.asked, float(order), len(part.targets))
             sums += torch.tensor(each, dtype=torch.float64, device=sums.device)
+            if self.task.judged:
+                ends += _ends(found.scores, part.targets)
         torch.set_rng_state(state)
         loss, right, asked, order, examples = self.accelerator.reduce(sums, reduction="sum").tolist()
-        found_: Record = {"valid_loss": loss / asked, "accuracy": right / asked}
+        found_: Record = {"valid_loss": loss / asked}
+        if self.task.objective != "score":
+            found_["accuracy"] = right / asked
+        if self.task.judged:
+            score = metrics_of("classifier")[self.task.judged].score
+            assert score is not None
+            found_[self.task.judged] = score(gather_object(ends), "")
         if self.task.metric == "perplexity":
             found_["perplexity"] = math.exp(min(loss / asked, 50))
         if self.task.objective == "order":
@@ -186,7 +219,8 @@ class Training:
 
     def _best(self) -> Record:
         key = self.task.metric
-        return (min if key == "perplexity" else max)(self.records, key=lambda record: record[key])
+        sign = -1 if key == "perplexity" else 1
+        return max(self.records, key=lambda record: -math.inf if math.isnan(record[key]) else sign * record[key])
 
     def _path(self, name: str) -> Path | None:
         return None if self.folder is None else self.folder / f"{name}.pt"
@@ -200,8 +234,35 @@ class Training:
         }  # fmt: skip
         if self._best() is self.records[-1]:
             checkpoint.save(self.folder / "best.pt", held)
-        more = {"optimizer": self.optimizer.state_dict(), "losses": self.losses, "seconds": self.seconds}
+        more = {
+            "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses,
+            "times": self.times,
+            "seconds": self.seconds,
+        }
         checkpoint.save(self.folder / "last.pt", {**held, **more})
+        self.saved = self.step
+        self.on_record()
+
+
+def need_accelerate() -> None:
+    """Raise where it is missing, before anything is done."""
+    try:
+        import accelerate  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "accelerate is missing; run: pip install 'sparing[train]'", name="accelerate"
+        ) from None
+
+
+def _ends(scores: Tensor, targets: Tensor) -> list[End]:
+    """What `measure.metrics` judges."""
+    if targets.is_floating_point():
+        return [{"score": float(s), "label": float(y)} for s, y in zip(scores.flatten(), targets, strict=True)]
+    return [
+        {"class": float(found), "label": float(wanted), "classes": float(scores.shape[-1])}
+        for found, wanted in zip(scores.argmax(-1), targets, strict=True)
+    ]
 
 
 def _cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -214,4 +275,7 @@ def train(config: Config, folder: Path | None = None, **options: Any) -> Trained
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         training.resume()
-    return training.run()
+    found = training.run()
+    if folder is not None:
+        training.export()
+    return found

@@ -14,10 +14,17 @@ from sparing.tasks.batches import padded
 from sparing.tasks.language import hide
 from sparing.tasks.trainable import Example, Task
 from sparing.training.config import Config
+from sparing.training.tuned import freeze, tuned
 
 
 def model_for(task: Task, config: Config) -> nn.Module:
     """What the task asks for, with the method in every layer."""
+    model = tuned(task, config) if config.tuned else _own(task, config)
+    freeze(model, config.frozen)
+    return model
+
+
+def _own(task: Task, config: Config) -> nn.Module:
     kind = Decoder if task.causal else Encoder
     encoder = kind(
         task.vocabulary, length=task.length, width=config.width, heads=config.heads, layers=config.layers,
@@ -52,10 +59,13 @@ class Inputs(NamedTuple):
 
 def inputs_of(task: Task, examples: Sequence[Example], seeds: Sequence[int]) -> Inputs:
     """Examples as tensors. seeds: one for each, of what is hidden: not of the batch, whose make-up may differ."""
-    labels = torch.tensor([example.label for example in examples])
-    tokens, mask = padded([example.tokens for example in examples])
-    if task.objective == "class":
-        return Inputs({"tokens": tokens, "mask": mask}, labels)
+    kind = torch.float32 if task.objective == "score" else torch.long
+    labels = torch.tensor([example.label for example in examples], dtype=kind)
+    tokens, mask = padded([example.tokens for example in examples], padding=task.padding)
+    kinds = [example.segments for example in examples if example.segments is not None]
+    segments = {"segments": padded(kinds)[0]} if kinds else {}
+    if task.objective in ("class", "score"):
+        return Inputs({"tokens": tokens, "mask": mask, **segments}, labels)
     if task.objective == "pair":
         others, other_mask = padded([_other(example) for example in examples])
         return Inputs({"tokens": tokens, "other": others, "mask": mask, "other_mask": other_mask}, labels)
@@ -73,8 +83,7 @@ def inputs_of(task: Task, examples: Sequence[Example], seeds: Sequence[int]) -> 
     arguments = {"tokens": padded([given[0] for given, _ in rows])[0], "mask": mask}
     if task.objective == "masked":
         return Inputs(arguments, targets)
-    segments = [example.segments for example in examples if example.segments is not None]
-    return Inputs({**arguments, "segments": padded(segments)[0]}, targets, labels)
+    return Inputs({**arguments, **segments}, targets, labels)
 
 
 def _other(example: Example) -> Tensor:
@@ -87,16 +96,20 @@ class Losses(NamedTuple):
 
     loss: Tensor  #: of the tokens or classes
     right: Tensor
+    scores: Tensor  #: what the model said
     order: Tensor | None = None  #: of sentence order, over the examples
 
 
 def losses(model: Any, inputs: Inputs) -> Losses:
-    """Cross-entropy, summed."""
+    """Cross-entropy, or squared error of scores, summed."""
     found = model(**inputs.arguments)
     scores, order = (found.tokens, found.order) if inputs.order is not None else (found, None)
     scores = scores.float()
+    if inputs.targets.is_floating_point():
+        loss = F.mse_loss(scores.flatten(), inputs.targets, reduction="sum")
+        return Losses(loss, torch.zeros_like(loss), scores)
     loss = F.cross_entropy(scores.flatten(0, -2), inputs.targets.flatten(), ignore_index=-100, reduction="sum")
     right = (scores.argmax(-1) == inputs.targets).sum()
     if order is None or inputs.order is None:
-        return Losses(loss, right)
-    return Losses(loss, right, F.cross_entropy(order.float(), inputs.order, reduction="sum"))
+        return Losses(loss, right, scores)
+    return Losses(loss, right, scores, F.cross_entropy(order.float(), inputs.order, reduction="sum"))

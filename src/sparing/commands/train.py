@@ -1,0 +1,80 @@
+"""`sparing train`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sparing.commands.shared import console_of, needs_cli, progress_bar
+
+
+def add(commands: Any) -> None:
+    """Declare the options: every setting of a run is one."""
+    from sparing.training.config import Config
+
+    parser = commands.add_parser(
+        "train", help="a small model on a task, or a pretrained one on, with any method",
+        description="Options are settings of a run; --config reads them from a file, and options go before it.",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+    parser.add_argument("task", nargs="?", metavar="TASK", help="--list shows them")
+    parser.add_argument("--list", action="store_true", help="what tasks there are")
+    parser.add_argument("--config", metavar="FILE", help="JSON with settings by their names, such as --out wrote")
+    parser.add_argument(
+        "--out", metavar="FOLDER",
+        help="for checkpoints, log, curve and the model; a run that is in it goes on (default: runs/TASK-...)",
+    )  # fmt: skip
+    kinds = {"int": int, "float": float}
+    for each in fields(Config):
+        if each.name != "task":
+            usual = "" if each.default is None or "default" in each.metadata["words"] else f" (default: {each.default})"
+            parser.add_argument(
+                f"--{each.name}", type=kinds.get(str(each.type), str), metavar=each.name.upper(),
+                help=(each.metadata["words"] + usual).replace("%", "%%"),
+            )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, train, write."""
+    with needs_cli():
+        from sparing.report import train as report
+    from sparing.report.bench_files import check_folder
+    from sparing.studies.figure import need_matplotlib
+    from sparing.training.config import Config, made, read
+    from sparing.training.loop import Training, need_accelerate
+
+    console = console_of()
+    if options.list:
+        console.print(report.tasks_table())
+        return 0
+    settings = {} if options.config is None else read(Path(options.config))
+    named = {each.name: getattr(options, each.name) for each in fields(Config)}
+    config = made({**settings, **{name: value for name, value in named.items() if value is not None}})
+    need_accelerate()
+    need_matplotlib("train")
+    folder = Path(options.out) if options.out else Path("runs") / f"{config.task}-{report.short(config)}"
+    check_folder(folder)
+    with progress_bar() as progress:
+        training = Training(config, folder, tell=progress)
+        main = training.accelerator.is_main_process
+        folder.mkdir(parents=True, exist_ok=True)
+        again = training.resume()
+        if main:
+            report.show_start(training, again, console=console)
+        training.on_record = lambda: report.write_log(training, folder)
+        try:
+            found = training.run()
+        except KeyboardInterrupt:
+            if main:
+                console.print(f"stopped; the same command goes on from step {training.saved}")
+            return 130
+        training.export()
+    if main:
+        report.show_end(found, console=console)
+        for path in report.write(found, folder):
+            console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        if config.tuned:
+            console.print(f"wrote {folder / 'model'}, which transformers loads", markup=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,127 @@
+"""A training run, as the terminal shows it and as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from sparing.measure.cells import write_whole
+from sparing.measure.machine import machine
+from sparing.studies.figure import panels, style, write_figure
+from sparing.tasks.kinds import KINDS
+from sparing.training.config import Config
+from sparing.training.loop import Trained, Training
+
+FORMAT = 1  #: of result.json
+
+
+def tasks_table() -> Table:
+    """What can be trained on."""
+    table = Table(
+        caption="Without --data, examples are generated or come with installed packages. hub:NAME takes a dataset of "
+        "the hub where the task reads files.", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for name in ("task", "length", "what is asked", "--data"):
+        table.add_column(name, no_wrap=name != "what is asked", justify="right" if name == "length" else "left")
+    for name, kind in KINDS.items():
+        table.add_row(name, str(kind.length), kind.about, escape(kind.data))
+    return table
+
+
+def short(config: Config) -> str:
+    """Of a folder's name: the method, and what tells runs apart."""
+    method = "".join(letter if letter.isalnum() else "-" for letter in config.method).strip("-")
+    return f"{method[:40]}-{config.fingerprint[:6]}"
+
+
+def show_start(training: Training, again: bool, *, console: Any) -> None:
+    """What is about to happen."""
+    task, config = training.task, training.config
+    weights = sum(weight.numel() for weight in training.bare.parameters() if weight.requires_grad)
+    name = f"{task.name} {task.part}".strip()
+    lines = [
+        f"{name} ({task.data}): {len(task.train)} examples to learn from, {len(task.valid)} to try it on, "
+        f"{task.length} tokens at most",
+        f"{config.method}, {weights:,} weights, {config.steps} steps of {config.batch}",
+    ]
+    if training.accelerator.num_processes > 1:
+        lines[1] += f", {training.accelerator.num_processes} processes"
+    if again:
+        lines.append(f"goes on from step {training.step}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_end(found: Trained, *, console: Any) -> None:
+    """Records, and the best one beside chance."""
+    columns = [name for name in found.records[0] if name != "step"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "seconds", *columns):
+        table.add_column(name.replace("_", " "), justify="right")
+    for record, seconds in zip(found.records, found.times, strict=True):
+        table.add_row(f"{record['step']:.0f}", f"{seconds:.1f}", *(f"{record[name]:.4g}" for name in columns))
+    console.print(table)
+    metric, chance = found.task.metric, found.task.chance()
+    better = found.metric < chance if metric == "perplexity" else found.metric > chance
+    console.print(
+        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; one that knows nothing of the task has "
+        f"{chance:.4g}: {'better than that' if better else 'NOT better than that'}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Sequence[float]) -> str:
+    """CSV: every step, with the evaluation behind it where there was one."""
+    columns = [name for name in records[0] if name not in ("step", "loss")]
+    written = io.StringIO()
+    table = csv.writer(written, lineterminator="\n")
+    table.writerow(["step", "loss", *columns, "seconds"])
+    found = {int(record["step"]): (record, seconds) for record, seconds in zip(records, times, strict=True)}
+    for step, loss in enumerate(losses, 1):
+        record, seconds = found.get(step, ({}, ""))
+        table.writerow([step, loss, *(record.get(name, "") for name in columns), seconds])
+    return written.getvalue()
+
+
+def write_log(training: Training, folder: Path) -> None:
+    """What is known so far."""
+    write_whole(folder / "log.csv", _log(training.losses, training.records, training.times))
+    write_whole(folder / "config.json", json.dumps(asdict(training.config), indent=1) + "\n")
+
+
+def write(found: Trained, folder: Path) -> list[Path]:
+    """The result as JSON, the log as CSV, and the curve."""
+    held = {
+        "format": FORMAT, "config": asdict(found.config), "data": found.task.data, "metric": found.task.metric,
+        "value": found.metric, "chance": found.task.chance(), "best": found.best, "seconds": found.seconds,
+        "records": list(found.records), "times": list(found.times), "losses": list(found.losses), "machine": machine(),
+    }  # fmt: skip
+    write_whole(folder / "result.json", json.dumps(held, indent=1) + "\n")
+    write_whole(folder / "log.csv", _log(found.losses, found.records, found.times))
+    write_figure(lambda figure: _draw(found, figure), folder / "curve.png")
+    return [folder / name for name in ("result.json", "log.csv", "curve.png")]
+
+
+def _draw(found: Trained, figure: Any) -> None:
+    """Losses of steps and evaluations, and the metric with chance."""
+    loss, metric = panels(figure, 1, 2)
+    steps = range(1, len(found.losses) + 1)
+    at = [record["step"] for record in found.records]
+    loss.plot(steps, found.losses, color=style(0)["color"], linewidth=0.8, alpha=0.6, label="of each step")
+    loss.plot(at, [record["valid_loss"] for record in found.records], **style(1), label="held out")
+    loss.set(xlabel="steps", ylabel="loss (nats)" if found.task.objective != "score" else "squared error")
+    loss.legend()
+    name, chance = found.task.metric, found.task.chance()
+    metric.plot(at, [record[name] for record in found.records], **style(1), label=found.config.method)
+    metric.axhline(chance, color="black", linestyle=":", label="knows nothing")
+    metric.set(xlabel="steps", ylabel=name, yscale="log" if name == "perplexity" else "linear")
+    metric.legend()
+    figure.suptitle(f"{found.task.name} {found.task.part}: {found.task.data}", x=0.01, ha="left", fontsize=9)
