@@ -166,6 +166,17 @@ def test_samples_are_fresh_in_training_and_fixed_in_evaluation():
     assert torch.equal(fixed[0].train()(x, x, x)[0], fixed[1].eval()(x, x, x)[0])
 
 
+def test_layers_start_alike_with_any_method_and_draw_apart():
+    made = {}
+    for method in ("exact", "yoso(hashes=4)", "yoso(expectation=True)"):
+        torch.manual_seed(0)
+        made[method] = [MultiheadAttention(16, 2, method=method) for _ in range(2)]
+    for layers in zip(*made.values(), strict=True):
+        assert all(torch.equal(layer.in_proj_weight, layers[0].in_proj_weight) for layer in layers)
+    one, two = made["yoso(hashes=4)"]
+    assert one.evaluation_seed != two.evaluation_seed
+
+
 @pytest.mark.parametrize("method", ["linformer(rank=5)", "yoso(hashes=4, convolution=3)", "nystrom(convolution=3)"])
 def test_learned_state_is_in_the_state_dict_and_gets_a_gradient(method):
     layer = MultiheadAttention(16, 2, batch_first=True, method=method, max_length=24)

@@ -100,7 +100,8 @@ class MultiheadAttention(nn.Module):
         state = self.method.learned(num_heads, self.head_dim, self.head_dim, max_length)
         self.state = None if state is None else state.to(device=device, dtype=dtype)
         if self.method.supports.stochastic:
-            self.register_buffer("evaluation_seed", torch.randint(2**63 - 1, ()))
+            with torch.random.fork_rng(devices=[]):  # so that what is made next has the same weights with any method
+                self.register_buffer("evaluation_seed", torch.randint(2**63 - 1, ()))
 
     def reset_parameters(self) -> None:
         """Start as torch's module does."""

@@ -68,7 +68,7 @@ def tuned(task: Task, config: Config) -> Tuned:
     if config.method != "exact":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it needs training, which is about to come
-            approximate(model, config.method)
+            approximate(model, config.method, seed=None)  # each step draws anew, as the run's seed and its number say
     return Tuned(model)
 
 
