@@ -21,6 +21,7 @@ NAMES = (
     "skyformer-spectral",
     "skyformer-theory",
     "skyformer-spectrum",
+    "value-aware-kernels",
 )
 
 

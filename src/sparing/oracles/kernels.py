@@ -1,0 +1,51 @@
+"""The oracles on other weights than softmax's: those of a kernel that a model was trained with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparing.call import Call
+from sparing.method import Method, Supports
+
+
+def weights_of(kernel: Method, q: Tensor, k: Tensor, call: Call) -> Tensor:
+    """The weights (B, H, n_q, n_k) that a method gives to the keys, in float64: what it makes of one-hot values."""
+    rows = torch.eye(k.shape[-2], dtype=torch.float64, device=k.device).expand(*k.shape[:3], -1)
+    return kernel.reference(q.double(), k.double(), rows, replace(call, statistics=None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleOf(Method):
+    """An oracle that takes its weights from a kernel, as in Table 2 of Gupta and Berant (2021).
+
+    softmax(log kappa) is kappa / sum kappa, so that the oracle is given the logarithms of the weights as its scores. It
+    takes the path of its `reference`: values are looked for also where it is known that they exist. For measurements;
+    it has no name in specs.
+
+    kernel: whose weights; its rows sum to one.
+    choice: `top_keys` or `value_aware`.
+    """
+
+    name = "_oracle_of"
+    target = "kernel"
+    oracle = True
+    supports = Supports(causal=True, attn_mask="boolean", gradient=False)
+
+    kernel: Method
+    choice: Method
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        weights = weights_of(self.kernel, q, k, call)
+        # A key of no weight stays one that may be used; only hidden ones may not.
+        scores = weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
+        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        none_q, none_k = (x[..., :1].double() * 0 for x in (q, k))
+        return self.choice.reference(none_q, none_k, v.double(), replace(call, mask=scores)).to(v.dtype)
+
+    def exact_target(self) -> Method:
+        return self.kernel
