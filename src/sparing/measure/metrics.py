@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparing.measure.error import rank_correlation
 from sparing.measure.estimate import Estimate, estimate, jackknife, proportion
-from sparing.measure.prepare import Prepared
+
+if TYPE_CHECKING:
+    from sparing.measure.prepare import Prepared
 
 End = dict[str, float]  #: what is known about a document: see `ends.END_OF`, and its `label`
 

@@ -70,10 +70,10 @@ def show_end(found: Trained, *, console: Any) -> None:
         table.add_row(f"{record['step']:.0f}", f"{seconds:.1f}", *(f"{record[name]:.4g}" for name in columns))
     console.print(table)
     metric, chance = found.task.metric, found.task.chance()
-    better = found.metric < chance if metric == "perplexity" else found.metric > chance
+    said = "learned something" if found.beats_chance else f"NOT shown on {len(found.task.valid)} examples to be better"
     console.print(
-        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; one that knows nothing of the task has "
-        f"{chance:.4g}: {'better than that' if better else 'NOT better than that'}",
+        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that knows nothing of the task "
+        f"has {chance:.4g}: {said}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -101,7 +101,8 @@ def write(found: Trained, folder: Path) -> list[Path]:
     """The result as JSON, the log as CSV, and the curve."""
     held = {
         "format": FORMAT, "config": asdict(found.config), "data": found.task.data, "metric": found.task.metric,
-        "value": found.metric, "chance": found.task.chance(), "best": found.best, "seconds": found.seconds,
+        "value": found.metric, "chance": found.task.chance(),
+        "beats_chance": found.beats_chance, "best": found.best, "seconds": found.seconds,
         "records": list(found.records), "times": list(found.times), "losses": list(found.losses), "machine": machine(),
     }  # fmt: skip
     write_whole(folder / "result.json", json.dumps(held, indent=1) + "\n")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.measure.estimate import proportion
 from sparing.measure.metrics import End, metrics_of
 from sparing.tasks.batches import Batches
 from sparing.tasks.trainable import Split, Task
@@ -47,6 +48,17 @@ class Trained:
         """Of the best evaluation."""
         return self.best[self.task.metric]
 
+    @property
+    def beats_chance(self) -> bool:
+        """Whether so many held-out examples show that something was learned: chance lies outside of 95 %."""
+        name, chance, count = self.task.metric, self.task.chance(), len(self.task.valid)
+        if name == "perplexity":
+            return self.metric < chance
+        if name == "accuracy":
+            low = proportion(self.metric * count, count).low
+            return low is not None and low > chance
+        return self.metric > 2 / math.sqrt(count)  # correlations
+
 
 class Training:
     """A run that can be stopped after any step and goes on as if it had not been."""
@@ -65,7 +77,8 @@ class Training:
             raise ValueError(
                 f"batch={config.batch} is more than the {len(self.task.train)} examples of {self.task.name}"
             )
-        self.accelerator = Accelerator(mixed_precision=config.precision)
+        # Said outright: without a GPU, processes that a launcher started would else not find each other.
+        self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
         if (config.batch // config.accumulate) % self.accelerator.num_processes:
             raise ValueError(
                 f"batch={config.batch} in accumulate={config.accumulate} parts does not divide among "

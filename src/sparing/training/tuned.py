@@ -51,7 +51,8 @@ def tuned(task: Task, config: Config) -> Tuned:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # that the read-out is new is the purpose
     try:
-        settings = AutoConfig.from_pretrained(name, num_labels=task.classes, finetuning_task=task.part)
+        settings = AutoConfig.from_pretrained(name, num_labels=task.classes)
+        settings.finetuning_task = task.part  # as textattack's models say it
         settings.id2label, settings.label2id = dict(enumerate(names)), {word: n for n, word in enumerate(names)}
         for names_, value in ((_STATES, config.dropout), (_WEIGHTS, 0.0)):
             for each in names_:

@@ -1,0 +1,152 @@
+"""`sparing train`: what it prints and writes, what it refuses, one process or two, killed or not."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparing.cli import main
+from sparing.tasks.kinds import KINDS
+from sparing.training import checkpoint
+
+SMALL = ["--length", "32", "--width", "16", "--hidden", "16", "--layers", "1", "--batch", "4", "--evaluate", "2"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "sparing", "train", *arguments]
+
+
+def said(capsys, *arguments):
+    assert main(["train", *map(str, arguments)]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.count("\n") == 1
+    return found.err
+
+
+def test_tasks_are_listed(capsys):
+    assert main(["train", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in KINDS)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_run_writes_its_log_result_curve_and_checkpoints(capsys, tmp_path):
+    assert main(["train", "causal", *SMALL, "--steps", "5", "--out", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "4 to try" not in out
+    assert "best perplexity" in out
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.pt", "config.json", "curve.png", "last.pt", "log.csv", "result.json",
+    ]  # fmt: skip
+    rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert [bool(row["valid_loss"]) for row in rows] == [False, True, False, True, True]
+    result = json.loads((folder / "result.json").read_text())
+    assert [float(row["loss"]) for row in rows] == result["losses"]
+    assert result["value"] == min(record["perplexity"] for record in result["records"])
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+    # The folder's settings make the same run, which is over; options go before them.
+    assert main(["train", "--config", str(folder / "config.json"), "--out", str(folder)]) == 0
+    assert "goes on from step 5" in capsys.readouterr().out
+    assert json.loads((folder / "result.json").read_text())["losses"] == result["losses"]
+    assert "of another run (steps=5, now 6)" in said(
+        capsys, "--config", folder / "config.json", "--steps", 6, "--out", folder
+    )
+
+
+def test_without_a_folder_runs_do_not_meet(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for method in ("exact", "window(size=8)"):
+        assert main(["train", "causal", *SMALL, "--steps", "1", "--method", method]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_what_was_not_learned_is_not_called_better(capsys, tmp_path):
+    assert main(["train", "listops", *SMALL, "--steps", "1", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "NOT shown on 400 examples to be better" in " ".join(out.split())
+
+
+def test_bad_input_is_one_line_before_the_first_step(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "last.pt").write_bytes(b"no checkpoint")
+    out = ("--out", tmp_path / "new")
+    assert "no task is named; there are listops" in said(capsys, *out)
+    assert "task='chess' is not one of listops" in said(capsys, "chess", *out)
+    assert "unknown name 'magic'" in said(capsys, "causal", "--method", "magic", *out)
+    assert "skyformer" in (told := said(capsys, "causal", "--method", "skyformer", *out))
+    assert "cannot be causal" in told
+    assert "has no gradient for queries and keys" in said(capsys, "masked", "--method", "top_keys(keys=4)", *out)
+    assert "steps=0 must be at least 1" in said(capsys, "causal", "--steps", 0, *out)
+    assert "is a file; name a folder" in said(capsys, "causal", "--out", tmp_path / "file")
+    assert "last.pt is damaged" in said(capsys, "causal", *SMALL, "--out", tmp_path / "broken")
+    assert "there is no file" in said(capsys, "causal", "--data", tmp_path / "none.txt", *out)
+    assert "length=3 is too short" in said(capsys, "causal", "--length", 3, *out)
+    assert "there is no file" in said(capsys, "--config", tmp_path / "none.json", *out)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_process_that_was_killed_goes_on(tmp_path):
+    arguments = ["masked", *SMALL, "--steps", "60", "--method", "yoso(hashes=4)", "--dropout", "0.1"]
+    assert main(["train", *arguments, "--out", str(tmp_path / "whole")]) == 0
+    process = subprocess.Popen(command(*arguments, "--out", str(tmp_path / "cut")), stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while not (tmp_path / "cut" / "last.pt").exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(random.Random(os.getpid()).random() / 4)  # any step will do
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was over before it was killed"
+    assert checkpoint.load(tmp_path / "cut" / "last.pt")["step"] < 60
+    assert main(["train", *arguments, "--out", str(tmp_path / "cut")]) == 0
+    whole, cut = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "cut"))
+    assert cut["losses"] == whole["losses"]
+    assert cut["records"] == whole["records"]
+
+
+METHODS = ("exact", "yoso(hashes=4)")
+SCRIPT = """
+import json, sys
+from sparing.cli import main
+for arguments in json.loads(sys.argv[1]):
+    assert main(arguments) == 0
+"""
+
+
+def test_two_processes_learn_as_one_does(tmp_path):
+    """Losses differ by the order of additions alone: by 1e-4 of them at most; those of another seed by far more.
+
+    The launcher's flag says GPU, and starts processes on a machine without one.
+    """
+
+    def runs(name, *options):
+        arguments = ["train", "masked", *SMALL, "--steps", "10", *options]
+        return [[*arguments, "--method", spec, "--out", str(tmp_path / f"{name} {spec}")] for spec in METHODS]
+
+    (tmp_path / "run.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    found = subprocess.run(
+        [*launch, str(tmp_path / "run.py"), json.dumps(runs("two"))],
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("2 processes") == found.stdout.count("best perplexity") == len(METHODS)
+    for arguments in runs("one") + runs("other", "--seed", "1"):
+        assert main(arguments) == 0
+    for spec in METHODS:
+        two, one, other = (
+            json.loads((tmp_path / f"{name} {spec}" / "result.json").read_text()) for name in ("two", "one", "other")
+        )
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+        assert two["value"] == pytest.approx(one["value"], rel=1e-3)
+        assert other["losses"] != pytest.approx(one["losses"], rel=1e-2)
