@@ -22,6 +22,7 @@ NAMES = (
     "skyformer-theory",
     "skyformer-spectrum",
     "value-aware-kernels",
+    "value-aware-mlm",
 )
 
 

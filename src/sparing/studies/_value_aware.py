@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,21 @@ from torch import Tensor
 
 from sparing.attention import attention, inspect
 from sparing.method import method
-from sparing.studies.study import Row, Rows, pick
+from sparing.studies.figure import PAPER, style
+from sparing.studies.study import Row, Rows, Settings, pick
 from sparing.tasks.subject import Subject
 from sparing.transformers.watch import Seen, rehearse
 
 WIDTHS = {"minilm": 32, "smollm2": 64}  #: of a head's values; 64 in all others
+NAMES = {
+    "top_keys": "largest weights (OVO)", "value_aware": "best values (OVA)", "window": "window", "lsh": "LSH",
+    "random_features": "random features", "multipole": "multipole (ours)",
+}  # fmt: skip
+TABLE_1 = {
+    "exact": 24.2, "top_keys": {1: 96.6, 65: 43.5}, "value_aware": {1: 88.6, 65: 24.2}, "random_features": {256: 89.79},
+    "lsh": {64: 90.39, 512: 26.11},
+}  # fmt: skip
+WRONG = "hidden tokens predicted wrongly (%)"
 
 
 def family(spec: str) -> str:
@@ -30,6 +41,26 @@ def budget(spec: str) -> int:
     return int(getattr(found, name)) * (2 if found.name == "lsh" else 1)
 
 
+def buckets(length: int) -> tuple[str, str]:
+    """LSH in the paper's two settings: n/64 keys in each of 4 rounds, n/8 in each of 16, of 4096 there."""
+    few, many = (f"lsh(rounds={rounds}, chunk={length // (2 * share)}" for rounds, share in ((4, 64), (16, 8)))
+    return f"{few}, combine=sum, align=rank)", f"{many}, combine=sum, align=rank)"
+
+
+def books(settings: Settings, name: str) -> list[Path]:
+    """The files of DIR/books; none: the study is to take the help topics. name: of the study."""
+    folder = None if settings.data is None else settings.data / "books"
+    found = [] if folder is None else sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")])
+    if not found and settings.small:
+        settings.refuse_unused("books/*.txt, a book in each (may be .txt.xz)")
+    elif not found:
+        raise ValueError(
+            f"data: {name} wants long texts, {folder or 'FOLDER/books'}/*.txt (or .txt.xz), a book in each; the "
+            "paper's were of Wikipedia, BookCorpus, ArXiv, PubMed and PG19 (Gutenberg's books, as plain text)"
+        )
+    return found
+
+
 class Group:
     """The swaps into one model at one length: losses against exact attention, by method."""
 
@@ -41,7 +72,7 @@ class Group:
             values.setdefault(row["spec"], []).append(row["value"])
         self.values = {spec: sum(found) / len(found) for spec, found in values.items()}  # over seeds
         self.read = {row["spec"]: row["read"] for row in rows}
-        self.width = WIDTHS.get(self.model, 64)
+        self.width = rows[0].get("head") or WIDTHS.get(self.model, 64)
 
     @property
     def name(self) -> str:
@@ -86,6 +117,21 @@ def between(curve: dict[int, float], r: float) -> float | None:
             part = math.log(r / left) / math.log(right / left)
             return math.exp((1 - part) * math.log(low) + part * math.log(high))
     return None
+
+
+def draw_paper(axes: Any) -> None:
+    """The paper's own figures."""
+    for number, name in enumerate(NAMES):
+        points = TABLE_1.get(name, {})
+        if isinstance(points, dict) and points:
+            axes.plot(list(points), list(points.values()), linestyle=":", **style(number))
+            axes.plot(list(points), list(points.values()), **PAPER)
+    axes.plot([], [], label="the paper's Table 1", **PAPER)
+    axes.axhline(24.2, color="black", linestyle="--", label="exact attention")
+    axes.set(
+        xscale="log", ylim=(0, 100), ylabel=WRONG, xlabel="r: keys read by a query (LSH: in a round)",
+        title="The paper: its own RoBERTa, 4096 tokens",
+    )  # fmt: skip
 
 
 @torch.no_grad()

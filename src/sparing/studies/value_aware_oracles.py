@@ -13,8 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from sparing.measure.quality import quality
 from sparing.measure.swap import cut, perplexity
-from sparing.studies._value_aware import WIDTHS, between, budget, built, family, groups
-from sparing.studies.figure import PAPER, panels, style
+from sparing.studies._value_aware import (
+    NAMES,
+    WIDTHS,
+    WRONG,
+    between,
+    books,
+    buckets,
+    budget,
+    built,
+    draw_paper,
+    family,
+    groups,
+)
+from sparing.studies.figure import panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.tasks import documents, masked, subject
 from sparing.tasks.documents import Documents
@@ -24,20 +36,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MASKED = "roberta-base"  #: stands in for the authors' RoBERTa of 4096 positions, which is not on the hub
-UNITS = {
-    "encoder": "1 - cosine of the embedding",
-    "language model": "perplexity",
-    "masked": "hidden tokens predicted wrongly (%)",
-}
+UNITS = {"encoder": "1 - cosine of the embedding", "language model": "perplexity", "masked": WRONG}
 SHORT = {"encoder": "1 - cosine", "language model": "perplexity", "masked": "wrong (%)"}
-NAMES = {
-    "top_keys": "largest weights (OVO)", "value_aware": "best values (OVA)", "window": "window", "lsh": "LSH",
-    "random_features": "random features", "multipole": "multipole (ours)",
-}  # fmt: skip
-TABLE_1 = {
-    "exact": 24.2, "top_keys": {1: 96.6, 65: 43.5}, "value_aware": {1: 88.6, 65: 24.2}, "random_features": {256: 89.79},
-    "lsh": {64: 90.39, 512: 26.11},
-}  # fmt: skip
 _POLES = "multipole(clusters={}, keys={}, window=0, sinks=4, cap=8.0, steps=6, tolerance={})"
 
 
@@ -53,16 +53,10 @@ def _windows(*sizes: int) -> list[str]:
     return [f"window(size={r})" for r in sizes]
 
 
-def _buckets(length: int) -> tuple[str, str]:
-    """The paper's two settings: n/64 keys in each of 4 rounds, n/8 in each of 16, of 4096 there."""
-    few, many = (f"lsh(rounds={rounds}, chunk={length // (2 * share)}" for rounds, share in ((4, 64), (16, 8)))
-    return f"{few}, combine=sum, align=rank)", f"{many}, combine=sum, align=rank)"
-
-
 def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
     """Model, its kind, tokens, documents, and what runs in all of its layers."""
     features = ["random_features(features=256)"]
-    encoder = [*_buckets(512), *features, "lsh(rounds=4, chunk=32, combine=sum, align=rank)"]
+    encoder = [*buckets(512), *features, "lsh(rounds=4, chunk=32, combine=sum, align=rank)"]
     encoder += [f"multipole(clusters={c}, keys={k}, window=16)" for c, k in ((32, 32), (64, 76), (64, 160))]
     decoder = [*features, "lsh(rounds=4, chunk=32, combine=sum)"]
     long = [_POLES.format(16, 200, 0.02)]
@@ -92,17 +86,8 @@ def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
 @functools.lru_cache(maxsize=1)
 def _texts(settings: Settings) -> Documents:
     """Novels from DIR/books, or the help topics."""
-    folder = None if settings.data is None else settings.data / "books"
-    found = [] if folder is None else sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")])
-    if found:
-        return documents.read(found, whole=True)
-    if settings.small:
-        settings.refuse_unused("books/*.txt, a book in each (may be .txt.xz)")
-        return documents.default()
-    raise ValueError(
-        f"data: value-aware-oracles wants long texts, {folder or 'FOLDER/books'}/*.txt (or .txt.xz), a book in each; "
-        "the paper's were of Wikipedia, BookCorpus, ArXiv, PubMed and PG19 (Gutenberg's books, as plain text)"
-    )
+    found = books(settings, "value-aware-oracles")
+    return documents.read(found, whole=True) if found else documents.default()
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -221,7 +206,7 @@ def _features(rows: Rows) -> Judgement:
 def _lsh(rows: Rows) -> Judgement:
     few, many = [], []
     for group in groups(rows):
-        specs = _buckets(group.length)
+        specs = buckets(group.length)
         if specs[0] in group.values:
             few.append(group.share(specs[0]))
             many.append(group.share(specs[1]))
@@ -302,25 +287,11 @@ def _draw(rows: Rows, figure: Figure) -> None:
             xlabel="r: keys read by a query (random features: their number)",
             title=f"{group.model}, {group.length} tokens",
         )  # fmt: skip
-    _draw_paper(axes[len(found)])
+    draw_paper(axes[len(found)])
     lines: dict[str, Any] = {}
     for each in axes[: len(found) + 1]:
         lines |= {label: line for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
-
-
-def _draw_paper(axes: Any) -> None:
-    for number, name in enumerate(NAMES):
-        points = TABLE_1.get(name, {})
-        if isinstance(points, dict) and points:
-            axes.plot(list(points), list(points.values()), linestyle=":", **style(number))
-            axes.plot(list(points), list(points.values()), **PAPER)
-    axes.plot([], [], label="the paper's Table 1", **PAPER)
-    axes.axhline(24.2, color="black", linestyle="--", label="exact attention")
-    axes.set(
-        xscale="log", ylim=(0, 100), ylabel=UNITS["masked"], xlabel="r: keys read by a query (LSH: in a round)",
-        title="The paper: its own RoBERTa, 4096 tokens",
-    )  # fmt: skip
 
 
 STUDY = Study(
