@@ -57,6 +57,14 @@ def test_the_steps_of_a_run_hang_on_its_seed():
     assert train(config(seed=1)).losses != train(config(seed=2)).losses
 
 
+def test_runs_share_examples_that_were_made_before():
+    asked = config(seed=1)
+    task = asked.load()
+    training = Training(asked, task=task)
+    assert training.task is task
+    assert list(training.run().losses) == list(train(asked).losses)
+
+
 def test_parts_of_a_batch_add_up_to_it():
     whole, parts = (train(config("masked", accumulate=n)).losses for n in (1, 2))
     assert parts == pytest.approx(whole, rel=1e-4)

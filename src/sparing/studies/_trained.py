@@ -23,9 +23,9 @@ from sparing.training.objectives import inputs_of, losses
 _AT_ONCE = 16  # examples
 
 
-def trained(config: Config) -> tuple[Any, Trained]:
-    """The model as it is behind the last step, and what came of the run."""
-    training = Training(config)
+def trained(config: Config, task: Task | None = None) -> tuple[Any, Trained]:
+    """The model as it is behind the last step, and what came of the run; task: its examples, where they are made."""
+    training = Training(config, task=task)
     found = training.run()
     return training.bare.eval(), found
 

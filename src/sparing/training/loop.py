@@ -61,17 +61,25 @@ class Trained:
 
 
 class Training:
-    """A run that can be stopped after any step and goes on as if it had not been."""
+    """A run that can be stopped after any step and goes on as if it had not been.
+
+    task: its examples, where they were made before: runs that differ in their method can share them.
+    """
 
     def __init__(
-        self, config: Config, folder: Path | None = None, *, tell: Callable[[str, int, int], None] | None = None
+        self,
+        config: Config,
+        folder: Path | None = None,
+        *,
+        tell: Callable[[str, int, int], None] | None = None,
+        task: Task | None = None,
     ) -> None:
         need_accelerate()
         from accelerate import Accelerator
 
         self.folder = folder
         self.tell = tell or (lambda text, done, steps: None)
-        self.task = config.load()
+        self.task = config.load() if task is None else task
         self.config = config = config.settled(self.task)
         if config.batch > len(self.task.train):
             raise ValueError(
