@@ -194,7 +194,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
     right.set(ylabel="FLOPs saved (times)", title="alpha = 0.2, n = 128")
     right.set_xticks(list(places), [f"{task}\n{SLOTS / work.padding:.0f} tokens" for (_, task), work in bars.items()])
     right.tick_params(axis="x", labelsize=8)
-    right.legend()
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
 _NOISE = (
