@@ -115,7 +115,7 @@ class Training:
     def run(self) -> Trained:
         """The steps that are left."""
         while self.step < self.config.steps:
-            self.losses.append(self._step())
+            self.losses.append(self.take_step())
             self.step += 1
             self.tell(f"loss {self.losses[-1]:.3f}", self.step, self.config.steps)
             if self.step % self.config.every == 0 or self.step == self.config.steps:
@@ -144,7 +144,8 @@ class Training:
         self.bare.load_state_dict(checkpoint.load(self.folder / "best.pt")["model"])
         export(self.bare, self.config, self.folder / "model")
 
-    def _step(self) -> float:
+    def take_step(self) -> float:
+        """Learn from the next batch: the loss."""
         start = time.perf_counter()
         config, accelerator = self.config, self.accelerator
         # Random numbers hang on the step, not on how often this run was stopped; all processes draw the same ones.
