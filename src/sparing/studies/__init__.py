@@ -23,6 +23,7 @@ NAMES = (
     "skyformer-spectrum",
     "value-aware-kernels",
     "value-aware-mlm",
+    "skyformer-instability",
 )
 
 
