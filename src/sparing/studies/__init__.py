@@ -21,6 +21,7 @@ NAMES = (
     "skyformer-spectral",
     "skyformer-theory",
     "skyformer-spectrum",
+    "yoso-pretraining",
     "value-aware-kernels",
     "value-aware-mlm",
     "skyformer-instability",
