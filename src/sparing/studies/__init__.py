@@ -24,6 +24,8 @@ NAMES = (
     "yoso-pretraining",
     "value-aware-kernels",
     "value-aware-mlm",
+    "skyformer-lra",
+    "skyformer-convergence",
     "skyformer-instability",
 )
 

@@ -172,11 +172,11 @@ def _examples(name: str, length: int, seed: int, data: str | None) -> Task:
 
 
 def train_one(cell: Cell) -> Row:
-    """What came of it, over how many examples that were held out, and the accuracy on these in the end."""
+    """What came of it, over how many examples that were held out, and the accuracy on these at the best evaluation."""
     config = Config(**cell["config"])
     _, found = trained(config, examples_of(config))
     held = len(found.task.valid)
-    return {**row_of(found), "held": held, "accuracy": found.records[-1]["accuracy"]}
+    return {**row_of(found), "held": held, "accuracy": found.metric}
 
 
 def error(accuracy: float, held: int) -> float:
