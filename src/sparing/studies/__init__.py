@@ -22,6 +22,7 @@ NAMES = (
     "skyformer-theory",
     "skyformer-spectrum",
     "yoso-pretraining",
+    "yoso-glue",
     "value-aware-kernels",
     "value-aware-mlm",
     "skyformer-lra",
