@@ -19,14 +19,14 @@ NAME = "value-aware-mlm"
 def wrong(spec, length):
     """Roughly the paper's figures, on our ladders of keys."""
     few, many = buckets(length)
-    named = {"exact": 24.2 - length / 128, few: 90.39, many: 26.11}
+    named = {"exact": 24.2 - length / 32, few: 90.39, many: 26.11}
     if spec in named:
         return named[spec]
-    r, full, longer = budget(spec), 17, 4 * math.log2(length / 128)
+    r, full, longer = budget(spec), 9, 4 * math.log2(length / 32)
     level = {
         "top_keys": lambda: 96.6 + (40 + longer - 96.6) * min(1, math.log(r) / math.log(full)) if r <= full else 30.0,
         "value_aware": lambda: named["exact"] if r >= full else 88.6 - 20 * math.log2(r),
-        "window": lambda: 99.0 - r / 16,
+        "window": lambda: 99.0 - r / 8,
         "random_features": lambda: 89.79,
     }
     return level[family(spec)]()
@@ -47,7 +47,7 @@ def rows_of_the_paper():
     for cell in STUDY.cells(Settings()):
         last = {"perplexity": 4.0}
         rows.append({**cell, "what": "trained", "guess": 97.0, "chance": 258.0, "last": last})
-        rows.append({**cell, "what": "search", "keys": 17, "off": 1e-8})
+        rows.append({**cell, "what": "search", "keys": 9, "off": 1e-8})
         rows += swaps(cell)
     return rows
 
@@ -71,24 +71,24 @@ def test_what_the_paper_says_is_what_it_says():
 @pytest.mark.parametrize(
     ("key", "where", "value", "expected"),
     [
-        ("aware", of("value_aware(keys=1)", 256), 97.0, "same shape"),
-        ("aware", of("value_aware(keys=4)", 256), 97.0, "does not"),
-        ("exact", of("value_aware(keys=17)", 512), 24.0, "same shape"),
-        ("oblivious", of("top_keys(keys=17)", 512), 22.0, "same shape"),
-        ("oblivious", of("top_keys(keys=17)", 512), 20.2, "does not"),
-        ("single", of("value_aware(keys=1)", 128), 60.0, "same shape"),
-        ("single", of("value_aware(keys=1)", 128), 96.5, "does not"),
-        ("features", of("random_features(features=64)", 128), 30.0, "same shape"),
-        ("features", of("random_features(features=64)"), 30.0, "does not"),
-        ("lsh", of(buckets(256)[1]), 40.0, "same shape"),
-        ("lsh", of(buckets(256)[0]), 40.0, "same shape"),
-        ("lsh", of(buckets(256)[0]), 24.0, "does not"),
+        ("aware", of("value_aware(keys=1)", 64), 97.0, "same shape"),
+        ("aware", of("value_aware(keys=4)", 64), 97.0, "does not"),
+        ("exact", of("value_aware(keys=9)", 128), 24.0, "same shape"),
+        ("oblivious", of("top_keys(keys=9)", 128), 22.0, "same shape"),
+        ("oblivious", of("top_keys(keys=9)", 128), 20.2, "does not"),
+        ("single", of("value_aware(keys=1)", 32), 60.0, "same shape"),
+        ("single", of("value_aware(keys=1)", 32), 96.5, "does not"),
+        ("features", of("random_features(features=32)", 32), 30.0, "same shape"),
+        ("features", of("random_features(features=32)"), 30.0, "does not"),
+        ("lsh", of(buckets(128)[1]), 40.0, "same shape"),
+        ("lsh", of(buckets(128)[0]), 40.0, "same shape"),
+        ("lsh", of(buckets(128)[0]), 24.0, "does not"),
         ("window", of("window(size=2)"), 50.0, "same shape"),
         ("window", name_of("window"), 20.0, "does not"),
-        ("longer", of("exact", 512), 23.1, "same shape"),
-        ("longer", of("exact", 512), 24.0, "does not"),
-        ("grows", of("top_keys(keys=17)", 256), 60.0, "same shape"),
-        ("grows", of("top_keys(keys=17)", 512), 36.0, "does not"),
+        ("longer", of("exact", 128), 23.1, "same shape"),
+        ("longer", of("exact", 128), 24.0, "does not"),
+        ("grows", of("top_keys(keys=9)", 64), 60.0, "same shape"),
+        ("grows", of("top_keys(keys=9)", 128), 36.0, "does not"),
     ],
 )
 def test_other_results_are_another_verdict(key, where, value, expected):
@@ -97,7 +97,7 @@ def test_other_results_are_another_verdict(key, where, value, expected):
 
 @pytest.mark.parametrize(("off", "expected"), [(1e-4, "same shape"), (1e-2, "does not")])
 def test_values_that_were_looked_for_and_do_not_make_the_output(off, expected):
-    rows = changed(ROWS, lambda row: row["what"] == "search" and row["length"] == 256, off=off)
+    rows = changed(ROWS, lambda row: row["what"] == "search" and row["length"] == 64, off=off)
     assert verdict(NAME, "exact", rows) == expected
 
 
@@ -155,12 +155,13 @@ def test_a_small_model_is_trained_and_tried(folder):
 
 def test_cells_hold_what_their_results_depend_on(folder):
     cells = STUDY.cells(Settings(seeds=2))
-    assert [(cell["length"], cell["seed"]) for cell in cells] == [(n, s) for s in (0, 1) for n in (128, 256, 512)]
+    assert [(cell["length"], cell["seed"]) for cell in cells] == [(n, s) for s in (0, 1) for n in (32, 64, 128)]
     assert {cell["length"] * cell["batch"] for cell in cells} == {2048}  # as many bytes of a step
-    assert {cell["length"] * cell["examples"] for cell in cells} == {16384}
-    assert all({*buckets(cell["length"])} < {*cell["specs"]} for cell in cells)
+    assert [cell["examples"] for cell in cells[:3]] == [256, 256, 128]
+    assert {*buckets(128)} < {*cells[2]["specs"]}
+    assert not any(spec.startswith("lsh") for spec in cells[1]["specs"])  # a chunk would be half a key
     config = mlm._config(cells[0], None)
-    assert (config.task, config.method, config.length, config.seed) == ("masked", "exact", 128, 0)
+    assert (config.task, config.method, config.length, config.seed) == ("masked", "exact", 32, 0)
     assert STUDY.cells(Settings(data=folder))[0]["text"] != cells[0]["text"]
 
 
@@ -183,9 +184,9 @@ def test_tables_and_figure_hold_all_lengths():
     from matplotlib.figure import Figure
 
     tables = STUDY.tables(ROWS)
-    assert tables[0].columns == ["method", "paper", "128 bytes", "256 bytes", "512 bytes"]
+    assert tables[0].columns == ["method", "paper", "32 bytes", "64 bytes", "128 bytes"]
     assert tables[0].rows[0] == ["exact", "24.2", "23.2, 2.72", "22.2, 2.72", "20.2, 2.72"]
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
     figure = Figure()
     STUDY.draw(ROWS, figure)
-    assert [axes.get_title() for axes in figure.axes][:3] == [f"Ours, {n} bytes" for n in (128, 256, 512)]
+    assert [axes.get_title() for axes in figure.axes][:3] == [f"Ours, {n} bytes" for n in (32, 64, 128)]
