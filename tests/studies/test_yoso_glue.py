@@ -122,10 +122,10 @@ def test_a_small_model_is_tuned_tried_and_swapped(small):
 
     def shortened(cell):
         config = {**cell["config"], "steps": 2, "evaluate": 2, "batch": 4}
-        return {**cell, "config": config, "further": 1}
+        return {**cell, "config": config, "further": 1, "held": 20}
 
     tuned, *zero, further = _measure(settings, shortened(cells[0]))
-    assert tuned["held"] == 24
+    assert tuned["held"] == 20, "the first ones"
     assert tuned["chance"] == pytest.approx(0.5)
     assert [row["swap"] for row in zero] == list(YOSO)
     assert [point["step"] for point in further["curve"]] == [0, 1]

@@ -15,7 +15,7 @@ from sparing.studies.figure import PAPER, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.tasks import glue
 from sparing.tasks.documents import default
-from sparing.tasks.trainable import Task
+from sparing.tasks.trainable import Split, Task
 from sparing.tasks.tuning import OWN, USUAL
 from sparing.training.config import Config
 from sparing.training.loop import Training
@@ -44,8 +44,10 @@ BEST = ("YOSO-64", "YOSO-E")  #: what the paper finds comparable with softmax
 MODELS = {"table 2": "bert-base-uncased", "table 3": "roberta-base"}
 SEARCHED = ("MRPC", "RTE", "SST-2")  #: for batch and rate, as BERT did; the others have a batch of 32 and 3e-5
 SMALL_TASKS = ("SST-2", "MRPC", "RTE")  #: the first that the folder holds is taken
-_SMALL: dict[str, Any] = {"length": 40, "batch": 16, "steps": 80, "rate": 1e-4, "evaluate": 20, "frozen": "embeddings"}
-_FURTHER = 80  #: steps that follow a swap
+_SMALL: dict[str, Any] = {"length": 40, "batch": 16, "steps": 96, "rate": 2e-4, "warmup": 0.1,
+                          "evaluate": 32, "frozen": "embeddings"}  # fmt: skip
+_FURTHER = 96  #: steps that follow a swap
+_HELD = 256  #: examples that a small run is judged by
 COMPARABLE = 0.02  #: of a score
 ERRORS = 2.0  #: standard errors that noise is given
 MOST, HALF = 0.8, 0.5  #: shares of what lies between chance and softmax
@@ -93,7 +95,8 @@ def _cell(settings: Settings, task: str, model: str, name: str, asked: dict[str,
     swaps = [] if name != "softmax" else ["YOSO-32"] if settings.small else list(TABLE_3)
     return {
         "task": task, "model": model, "name": name, "text": _fingerprint(settings, task), "swaps": swaps,
-        "further": _FURTHER if settings.small else None, "config": asdict(config),
+        "further": _FURTHER if settings.small else None, "held": _HELD if settings.small else None,
+        "config": asdict(config),
     }  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     task = config.load()
     if cell["task"] in BY_F1:
         task = replace(task, judged="f1")
+    task = replace(task, valid=first(task.valid, cell["held"]))
     training = Training(config, task=task)
     curve = _curve(training)
     weights = training.bare.state_dict()
@@ -127,6 +131,12 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
         for name in cell["swaps"]
     ]
     return rows
+
+
+def first(split: Split, count: int | None) -> Split:
+    """The first examples; None: all."""
+    count = len(split) if count is None else min(count, len(split))
+    return Split(count, split.example, None if split.lengths is None else split.lengths[:count])
 
 
 def _curve(training: Training) -> list[dict[str, float]]:
