@@ -205,7 +205,7 @@ def test_a_small_model_is_trained_and_tried(tmp_path):
     settings = Settings(data=tmp_path)
     cell = {
         **STUDY.cells(settings)[2], "length": 24, "width": 16, "heads": 2, "layers": 1, "hidden": 16, "steps": 40,
-        "batch": 8, "rate": 0.01, "evaluate": 40, "examples": 12, "budgets": {"top_keys": [2], "value_aware": [2, 9]},
+        "batch": 8, "rate": 0.01, "evaluate": 40, "examples": 12, "searched": 2, "budgets": {"top_keys": [2], "value_aware": [2, 9]},
     }  # fmt: skip
     first, exact, oblivious, aware, same = STUDY.measure(settings, cell)
     assert first["metric"] < 0.2 * first["chance"]
