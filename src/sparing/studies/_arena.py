@@ -23,7 +23,7 @@ from sparing.nn import Classifier, Encoder
 from sparing.studies._trained import row_of, trained
 from sparing.studies._yoso_race import timed
 from sparing.studies.study import Cell, Row, Rows, Settings, pick
-from sparing.tasks import documents
+from sparing.tasks import arena, documents
 from sparing.tasks.batches import Batches
 from sparing.tasks.documents import Documents
 from sparing.tasks.text import python_sources
@@ -71,14 +71,15 @@ class Setup:
     steps: int
     warmup: float  #: share of the steps
     features: int = FEATURES
+    examples: tuple[int, int] | None = None  #: to learn from and to try, where the task makes its own
 
 
 #: The paper's (its text and its code; the batch of Text is 16 in one and 32 in the other).
 PAPER_SETUPS = {
     "Text": Setup(4000, 16, 1e-4, STEPS, 80 / STEPS),
-    "ListOps": Setup(2000, 32, 1e-4, STEPS, 1000 / STEPS),
+    "ListOps": Setup(2000, 32, 1e-4, STEPS, 1000 / STEPS, examples=(96_000, 2_000)),
     "Retrieval": Setup(4000, 16, 2e-4, STEPS, 800 / STEPS),
-    "Pathfinder": Setup(1024, 128, 2e-4, STEPS, 312 / STEPS),
+    "Pathfinder": Setup(1024, 128, 2e-4, STEPS, 312 / STEPS, examples=(160_000, 20_000)),
     "Image": Setup(1024, 256, 1e-4, STEPS, 175 / STEPS),
 }  # fmt: skip
 
@@ -151,15 +152,19 @@ def _installed(task: str) -> str:
 def training_cell(task: str, side: str, setup: Setup, *, seed: int, data: Path | None, **more: Any) -> Cell:
     """A piece of work: one model, trained."""
     config = config_of(task, side, setup, seed=seed, data=data, **more)
+    made = {} if setup.examples is None else {"examples": list(setup.examples)}
     return {
         "what": "train", "task": task, "side": side, "seed": seed, "of": fingerprint(task, data),
-        "config": asdict(config),
+        "config": asdict(config), **made,
     }  # fmt: skip
 
 
-def examples_of(config: Config) -> Task:
-    """The task, with all examples of the run made: making pictures takes longer than a step."""
-    task = _examples(config.task, config.length, config.seed, config.data)
+def examples_of(config: Config, count: Sequence[int] = ()) -> Task:
+    """The task, with all examples of the run made: making pictures takes longer than a step.
+
+    count: to learn from and to try, where the task makes its own.
+    """
+    task = _examples(config.task, config.length, config.seed, config.data, *count)
     batches = Batches(len(task.train), config.batch, seed=config.seed, lengths=task.train.lengths)
     for number in {number for step in range(config.steps) for number in batches.batch(step)}:
         task.train[number]
@@ -167,14 +172,16 @@ def examples_of(config: Config) -> Task:
 
 
 @functools.lru_cache(maxsize=1)
-def _examples(name: str, length: int, seed: int, data: str | None) -> Task:
+def _examples(name: str, length: int, seed: int, data: str | None, *count: int) -> Task:
+    if count:
+        return {"listops": arena.listops_task, "pathfinder": arena.pathfinder_task}[name](length, seed, *count)
     return Config(task=name, length=length, seed=seed, data=data).load()
 
 
 def train_one(cell: Cell) -> Row:
     """What came of it, over how many examples that were held out, and the accuracy on these at the best evaluation."""
     config = Config(**cell["config"])
-    _, found = trained(config, examples_of(config))
+    _, found = trained(config, examples_of(config, cell.get("examples", ())))
     held = len(found.task.valid)
     return {**row_of(found), "held": held, "accuracy": found.metric}
 
