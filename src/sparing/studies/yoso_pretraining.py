@@ -213,8 +213,9 @@ def _wider(rows: Rows, quantity: str) -> Judgement:
     grow = {model: long[model] - short[model] for model in YOSO}
     worst = max(grow, key=lambda model: grow[model])
     ours = (
-        f"{worst}: {short[worst]:+.3f} nats before, {long[worst]:+.3f} after; mean growth {fmean(grow.values()):+.3f}"
+        f"{worst} is {short[worst]:+.3f} nats from softmax before and {long[worst]:+.3f} after, the others less; all "
     )
+    ours += f"on average {fmean(grow.values()):+.3f} more than before"
     return judged(grow[worst] <= MATCH, fmean(grow.values()) <= MATCH, ours=ours)
 
 
@@ -259,9 +260,8 @@ def _draw(rows: Rows, figure: Figure) -> None:
     looks = {model: style(number) for number, model in enumerate((*YOSO, SHARP))}
     looks["softmax"] = {"color": "black", "marker": "*", "markersize": 6}
     lengths = [rows[0]["config"]["length"], rows[0]["longer"]["length"]]
-    for row, (quantity, words) in enumerate(
-        (("perplexity", "masked bytes, perplexity"), ("order_loss", "order, nats"))
-    ):
+    shown = {"perplexity": "perplexity of hidden bytes", "order_loss": "loss of sentence order, nats"}
+    for row, (quantity, words) in enumerate(shown.items()):
         left, middle, right = six[3 * row : 3 * row + 3]
         for axes, what, length in ((left, "curve", lengths[0]), (right, "longer", lengths[1])):
             for model in _models(rows):
@@ -269,20 +269,23 @@ def _draw(rows: Rows, figure: Figure) -> None:
                 steps = [point["step"] for point in curves[0]]
                 means = [fmean(curve[number][quantity] for curve in curves) for number in range(len(steps))]
                 axes.plot(steps, means, label=model, **looks[model])
-            axes.set(
-                xlabel="steps", ylabel=words, title=f"{length} tokens" + (", from those left" * (what == "longer"))
-            )
+            title = f"{length} tokens" if what == "curve" else f"then {length} tokens"
+            axes.set(xlabel="steps", ylabel=words, title=title)
         for model in YOSO:
             found = [at(rows, model, many, quantity) for many in TRIED]
             middle.plot(TRIED, found, **looks[model])
             middle.axhline(at(rows, model, "E", quantity), color=looks[model]["color"], linestyle=":", linewidth=1)
-        middle.set(xscale="log", xlabel="hashes at validation", ylabel=words, title="dotted: the expectation")
+        middle.set(
+            xscale="log", xlabel="hashes at validation", ylabel=words, title="More hashes; dotted: the expectation"
+        )
         middle.set_xticks(TRIED, [str(many) for many in TRIED])
         middle.minorticks_off()
     guess = fmean(row["frequencies"] for row in pick(rows, what="curve"))
-    six[0].axhline(guess, color="black", linestyle="--", linewidth=0.8, label="guess: how often bytes occur, or a half")
-    for axes in (six[3], six[5]):
+    six[0].axhline(guess, color="black", linestyle="--", linewidth=0.8, label="a guess")
+    for axes in six[3:]:
         axes.axhline(HALF, color="black", linestyle="--", linewidth=0.8)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, HALF - 2 * LEARNED), max(high, HALF + LEARNED))  # so that noise looks small
     handles, labels = six[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
