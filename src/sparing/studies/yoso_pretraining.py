@@ -212,10 +212,8 @@ def _wider(rows: Rows, quantity: str) -> Judgement:
     )
     grow = {model: long[model] - short[model] for model in YOSO}
     worst = max(grow, key=lambda model: grow[model])
-    ours = (
-        f"{worst} is {short[worst]:+.3f} nats from softmax before and {long[worst]:+.3f} after, the others less; all "
-    )
-    ours += f"on average {fmean(grow.values()):+.3f} more than before"
+    ours = f"{worst} is {short[worst]:+.3f} nats from softmax before, {long[worst]:+.3f} after; the distance grows by "
+    ours += f"{grow[worst]:+.3f} at most, {fmean(grow.values()):+.3f} on average"
     return judged(grow[worst] <= MATCH, fmean(grow.values()) <= MATCH, ours=ours)
 
 
@@ -306,6 +304,13 @@ _WIDER = (
     f"the distance to softmax grows by at most {MATCH:g} nats for every number of hashes; same shape: on average"
     + _GUARD
 )
+_BEHIND = (
+    "For 200 steps all models learn alike, then softmax is faster. The number of bits is one cause: with 9, which the "
+    "paper's codes have at 512 tokens, half of the distance is gone. With log2(64) = 6 bits a key at a right angle still "
+    "weighs 1/64 of an equal one, and softmax knows no such limit. The lower bound in place of the derivative is none: "
+    "with the true one the perplexity after 800 steps was 11.16, with the bound 11.12. The paper's models took 500 000 "
+    "steps; that many were not tried."
+)
 STUDY = Study(
     name="yoso-pretraining",
     title="Masked text and sentence order, learned with hash collisions in place of softmax",
@@ -318,7 +323,7 @@ STUDY = Study(
     options=("data", "seeds"),
     claims=(
         Claim("masked", "figure 3 a", f"YOSO-E matches softmax: {_TOKENS}", "matches and slightly exceeds", _MATCHES,
-              _of("valid_loss")(_matches)),
+              _of("valid_loss")(_matches), otherwise=_BEHIND),
         Claim("order", "figure 3 a", f"YOSO-E matches softmax: {_ORDER}", "matches and slightly exceeds", _MATCHES,
               _of("order_loss")(_matches)),
         Claim("masked-hashes", "figure 3 a", f"trained with more hashes, models come nearer to YOSO-E: {_TOKENS}",
