@@ -308,8 +308,8 @@ _BEHIND = (
     "For 200 steps all models learn alike, then softmax is faster. The number of bits is one cause: with 9, which the "
     "paper's codes have at 512 tokens, half of the distance is gone. With log2(64) = 6 bits a key at a right angle "
     "still weighs 1/64 of an equal one, and softmax knows no such limit. The lower bound in place of the derivative is "
-    "none: with the true one the perplexity after 800 steps was 11.16, with the bound 11.12. The paper's models took 500 000 "
-    "steps; that many were not tried."
+    "none: with the true one the perplexity after 800 steps was 11.16, with the bound 11.12. The paper's models took "
+    "500 000 steps; that many were not tried."
 )
 STUDY = Study(
     name="yoso-pretraining",
