@@ -157,7 +157,7 @@ def test_cells_hold_what_their_results_depend_on(folder):
     cells = STUDY.cells(Settings(seeds=2))
     assert [(cell["length"], cell["seed"]) for cell in cells] == [(n, s) for s in (0, 1) for n in (32, 64, 128)]
     assert {cell["length"] * cell["batch"] for cell in cells} == {2048}  # as many bytes of a step
-    assert [cell["examples"] for cell in cells[:3]] == [256, 256, 128]
+    assert [cell["examples"] for cell in cells[:3]] == [256, 128, 64]
     assert {*buckets(128)} < {*cells[2]["specs"]}
     assert not any(spec.startswith("lsh") for spec in cells[1]["specs"])  # a chunk would be half a key
     config = mlm._config(cells[0], None)

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMALL: dict[str, Any] = {
-    "task": "masked", "width": 64, "heads": 8, "layers": 2, "hidden": 256, "steps": 1500, "rate": 4e-3,
+    "task": "masked", "width": 64, "heads": 8, "layers": 2, "hidden": 256, "steps": 1200, "rate": 4e-3,
+    "evaluate": 400,
 }  # fmt: skip
 LARGE: dict[str, Any] = {
     "task": "masked", "width": 768, "heads": 12, "layers": 12, "hidden": 3072, "steps": 2_476_000, "rate": 1e-4,
@@ -55,7 +56,7 @@ LARGE: dict[str, Any] = {
 LENGTHS = {"small": (32, 64, 128), "paper": (512, 4096)}
 HASHED = 128  #: shorter texts have less than two keys in the smaller of the paper's chunks
 BYTES = {"small": 2048, "paper": 4096}  #: of a step
-TRIED = {"small": 16384, "paper": 2**20}  #: held-out bytes, in as many pieces as a task holds out at most
+TRIED = {"small": 8192, "paper": 2**20}  #: held-out bytes, in as many pieces as a task holds out at most
 SEARCHED = 2  #: pieces in which width + 1 values are looked for
 DRAWS = {"small": 2, "paper": 5}  #: of methods that draw random numbers
 KEYS = {
@@ -106,7 +107,7 @@ def _cells(settings: Settings) -> list[Cell]:
 
 def _config(cell: Cell, folder: str | None) -> Config:
     names = {*SMALL, *LARGE, "length", "batch", "seed"} & set(cell)
-    return Config(data=folder, evaluate=cell["steps"], **{name: cell[name] for name in names})
+    return Config(data=folder, **{name: cell[name] for name in names})
 
 
 def _measure(settings: Settings, cell: Cell) -> list[Row]:
