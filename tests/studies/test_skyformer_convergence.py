@@ -104,7 +104,7 @@ def test_all_methods_of_a_task_differ_in_their_method_alone():
         mine = [cell["config"] for cell in cells if cell["task"] == task]
         assert len({str({**config, "method": ""}) for config in mine}) == 1
         assert len({config["method"] for config in mine}) == len(SIDES)
-        assert Config(**mine[0]).every * 6 == mine[0]["steps"]
+        assert Config(**mine[0]).every * 5 == mine[0]["steps"]
 
 
 def test_the_papers_settings(tmp_path):

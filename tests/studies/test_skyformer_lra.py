@@ -27,6 +27,7 @@ from sparing.studies._arena import (
     train_one,
     training_cell,
 )
+from sparing.studies._arena_shown import spread_of
 from sparing.studies._arena_tables import ACCURACY, HOURS, LENGTHS, MEMORY, ratios
 from sparing.studies.skyformer_lra import STUDY
 from sparing.studies.study import Settings
@@ -102,20 +103,32 @@ def test_few_examples_show_no_difference():
     assert verdict(NAME, "linformer", few) == "does not"
 
 
-def test_seeds_that_disagree_show_no_difference():
-    def other(row, seed, by):
-        return {**row, "seed": seed, "accuracy": row["accuracy"] + by}
+def seeded(by, *, alike=False):
+    """The paper's tables from two seeds that differ by so much, for all methods alike or for each in its own way."""
+    found = [row for row in tables() if row["what"] == "cost"]
+    for row in tables():
+        if row["what"] == "train":
+            sign = 1 if alike or SIDES.index(row["side"]) % 2 else -1
+            found += [{**row, "seed": n, "accuracy": row["accuracy"] + sign * x} for n, x in enumerate((-by, by))]
+    return found
 
-    def seeded(by):
-        return [
-            other(row, n, x) if row["what"] == "train" else row for row in tables() for n, x in enumerate((-by, by))
-        ]
 
-    near, far = ([row for n, row in enumerate(seeded(by)) if row["what"] == "train" or n % 2] for by in (0.001, 0.2))
-    assert verdict(NAME, "better", near) == "reproduces"
-    assert verdict(NAME, "better", far) == "does not"  # with the same means
-    assert verdict(NAME, "linformer", near) == "reproduces"
-    assert verdict(NAME, "linformer", far) == "does not"
+def test_seeds_that_disagree_about_methods_show_no_difference():
+    for key in ("better", "linformer"):
+        assert verdict(NAME, key, seeded(0.001)) == "reproduces"
+        assert verdict(NAME, key, seeded(0.05)) == "does not"  # with the same means
+        assert verdict(NAME, key, seeded(0.05, alike=True)) == "reproduces"
+
+
+def test_noise_is_what_seeds_differ_by():
+    rows = [
+        trained(side, 0, "Text", 0.7 + own + (0.1 if seed else 0)) | {"seed": seed}
+        for number, side in enumerate(SIDES)
+        for seed, own in enumerate((0.03, -0.03) if number % 2 else (-0.03, 0.03))
+    ]
+    # Eight methods, two residuals of 0.03 each; seven degrees of freedom. The seed's own 0.1 is not noise.
+    assert spread_of(rows, "Text") == pytest.approx(math.sqrt(16 * 0.03**2 / 7))
+    assert spread_of([row for row in rows if row["seed"] == 0], "Text") == 0
 
 
 def test_tasks_that_nobody_learns_do_not_count():

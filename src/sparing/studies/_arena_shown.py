@@ -43,10 +43,20 @@ def mean_points(rows: Rows, side: str) -> float:
 
 
 def spread_of(rows: Rows, task: str) -> float:
-    """Standard deviation of a run's accuracy over seeds, pooled over the methods; 0 where each has one."""
+    """Standard deviation of a run's accuracy over seeds; 0 where there is one.
+
+    What a seed does to all methods alike is taken out: its examples are theirs, too.
+    """
     runs = [[row["accuracy"] for row in pick(rows, what="train", task=task, side=side)] for side in SIDES]
-    known = [statistics.variance(each) for each in runs if len(each) > 1]
-    return math.sqrt(statistics.fmean(known)) if known else 0.0
+    seeds = len(runs[0])
+    if seeds < 2:
+        return 0.0
+    alike = [statistics.fmean(run[seed] for run in runs) for seed in range(seeds)]
+    total = 0.0
+    for run in runs:
+        own = [value - mean for value, mean in zip(run, alike, strict=True)]
+        total += sum((value - statistics.fmean(own)) ** 2 for value in own)
+    return math.sqrt(total / ((seeds - 1) * (len(runs) - 1)))
 
 
 def noise_between(rows: Rows, one: str, other: str) -> float:

@@ -61,7 +61,7 @@ def _cells(settings: Settings) -> list[Cell]:
     data = data_of(settings, list(TASKS))
     found: list[Cell] = []
     for task in TASKS:
-        for seed in range(settings.seeds or (5 if settings.small else 3)):
+        for seed in range(settings.seeds or 3):
             setup = _setup(settings, task)
             configs = {
                 side: asdict(config_of(task, side, setup, seed=seed, data=data[task], evaluate=setup.steps))
@@ -113,8 +113,9 @@ def scores(config: Config, first: int = FIRST) -> dict[str, list[float]]:
         found[AFTER].append(apart(first_[0], second[0]) / moved)
         found[BEFORE].append(apart(first_[1], second[1]) / moved)
         found[RELATIVE].append(apart(first_[1], second[1]) / size(first_[1]) / moved)
-        redraw(model)
-        found[REDRAWN].append(apart(first_[0], states(model, inputs.arguments)[0]) / moved)
+        if redraw(model):
+            second = states(model, inputs.arguments)
+        found[REDRAWN].append(apart(first_[0], second[0]) / moved)
         old.load_state_dict(training.bare.state_dict())
         if done == first:
             raise _EnoughError
@@ -162,11 +163,12 @@ def moved_by(old: Any, new: Any) -> float:
     return apart([each.detach() for each in old.parameters()], [each.detach() for each in new.parameters()])
 
 
-def redraw(model: Any) -> None:
-    """Other random numbers in evaluation, in every layer that has some."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("evaluation_seed"):
-            buffer.add_(1)
+def redraw(model: Any) -> bool:
+    """Other random numbers in evaluation, in every layer that has some; False where none has."""
+    found = [buffer for name, buffer in model.named_buffers() if name.endswith("evaluation_seed")]
+    for buffer in found:
+        buffer.add_(1)
+    return bool(found)
 
 
 def ratios(rows: Rows, side: str, read: str, task: str) -> list[float]:

@@ -61,10 +61,13 @@ def _cells(settings: Settings) -> list[Cell]:
     def every(setup: Setup) -> int:
         return setup.steps if settings.small else setup.steps // 50
 
+    def seeds_of(task: str) -> int:
+        return 3 if not settings.small else 1 if task in UNLEARNED else 2
+
     found = [
         training_cell(task, side, setup, seed=seed, data=data[task], evaluate=every(setup), **narrow)
         for task, setup in setups.items()
-        for seed in range(settings.seeds or (1 if settings.small and task in UNLEARNED else 3))
+        for seed in range(settings.seeds or seeds_of(task))
         for side in SIDES
     ]
     specs = {side: spec_of(side, FEATURES) for side in (MATRIX, *SIDES)}
