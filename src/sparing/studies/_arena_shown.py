@@ -177,13 +177,15 @@ def draw(rows: Rows, figure: Figure) -> None:
     left.plot([], [], **PAPER, label="paper (longer inputs; by colour)")
     left.set_xticks(range(len(tasks)), tasks)
     left.set(ylabel="accuracy, %", title="Accuracy (table 1)", ylim=(0, 100))
-    middle.set(ylabel="time of self-attention / of the method", title="Time of a training step (table 2)")
-    right.set(ylabel="memory of self-attention / of the method", title="Peak memory of a step (table 2)")
+    middle.set(ylabel="time: self-attention (matrix) / method", title="Time of a training step (table 2)")
+    right.set(ylabel="memory: self-attention (matrix) / method", title="Peak memory of a step (table 2)")
     for panel in (middle, right):
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set(xscale="log", yscale="log", xlabel="length, tokens")
         panel.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
         panel.minorticks_off()
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        low, high = panel.get_ylim()
+        ticks = [tick for tick in (0.2, 0.5, 1, 2, 5, 10, 20) if low <= tick <= high]
+        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     one, other = (panel.get_legend_handles_labels() for panel in (left, middle))
     figure.legend(other[0] + one[0], other[1] + one[1], loc="outside lower center", ncols=5)
