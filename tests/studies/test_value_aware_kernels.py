@@ -92,7 +92,7 @@ def test_another_kernel_is_the_most_skewed():
     assert verdict(NAME, "skew", rows) == "does not"
 
 
-@pytest.mark.parametrize("key", ["aware", "slower", "single"])
+@pytest.mark.parametrize("key", ["aware", "slower", "single", "skew"])
 def test_differences_within_the_noise_do_not_count(key):
     rows = changed(ROWS, lambda row: row["what"] == "swap", error=3.0)
     assert verdict(NAME, key, rows) == "does not"
