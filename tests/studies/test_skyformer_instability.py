@@ -52,6 +52,13 @@ def test_the_papers_own_table_meets_the_criteria(key):
     assert verdict(NAME, key, table()) == "reproduces"
 
 
+def test_tables_fit_the_page():
+    wide = changed(table(), of(SKYFORMER, REDRAWN), scores=[200_000.0, 400_000.0])
+    for each in STUDY.tables(wide):
+        widths = [max(len(row[n]) for row in [each.columns, *each.rows]) for n in range(len(each.columns))]
+        assert sum(widths) + 2 * len(widths) <= 100, each.title
+
+
 def of(side, read=AFTER, tasks=tuple(TASKS)):
     return lambda row: row["side"] == side and row["read"] == read and row["task"] in tasks
 
@@ -84,6 +91,8 @@ def test_seeds_that_disagree_make_a_low_mean_uncertain():
     assert verdict(NAME, "size", wide) == "reproduces"  # the means are the same
     assert verdict(NAME, "stable", wide) == "same shape"
     assert verdict(NAME, "seeds", wide) == "does not"
+    apart_ = changed(wide, of(KERNELIZED, tasks=("Image",)), scores=[2 * 0.79, 4 * 0.79])
+    assert verdict(NAME, "order", apart_) == "does not"
     assert verdict(NAME, "seeds", table(seeds=(1.0,))) == "not run"
 
 
@@ -192,4 +201,4 @@ def test_the_whole_of_it():
     assert outcome.judgements["order"].verdict == "not run"
     # Nothing normalises the Gaussian kernel's weights.
     assert statistics.fmean(ratios(rows, KERNELIZED, BEFORE, "ListOps")) > 3
-    assert all(max(map(len, (line for row in table.rows for line in row))) < 60 for table in STUDY.tables(rows))
+    assert STUDY.tables(rows)[0].rows[0][-1] == "1.01"  # the paper's, first

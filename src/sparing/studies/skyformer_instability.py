@@ -249,12 +249,14 @@ def _order(rows: Rows) -> Judgement:
     if any(set(each) != set(TASKS) for each in found.values()):
         return not_run("needs all five tasks")
     whole = all(max(each["Retrieval"], each["Image"]) < min(each["Text"], each["ListOps"]) for each in found.values())
-    means = {
-        side: ((each["Retrieval"] + each["Image"]) / 2, (each["Text"] + each["ListOps"]) / 2)
-        for side, each in found.items()
-    }
-    shown = "; ".join(f"{side} {low:.2f} against {high:.2f}" for side, (low, high) in means.items())
-    return judged(whole, all(low < high for low, high in means.values()), ours=f"means: {shown}")
+    highest, shown = [], []
+    for side in GAUSSIAN:
+        runs = {task: ratios(rows, side, AFTER, task) for task in TASKS}
+        pairs = zip(runs["Retrieval"], runs["Image"], runs["Text"], runs["ListOps"], strict=True)
+        apart_ = estimate([(a + b) / 2 - (c + d) / 2 for a, b, c, d in pairs])
+        highest.append(apart_.mean if apart_.high is None else apart_.high)
+        shown.append(f"{side} {apart_.mean:+.2f}" + ("" if apart_.high is None else f" (at most {apart_.high:+.2f})"))
+    return judged(whole, max(highest) < 0, ours="Retrieval and Image less Text and ListOps: " + "; ".join(shown))
 
 
 def _seeds(rows: Rows) -> Judgement:
@@ -281,20 +283,22 @@ def _tables(rows: Rows) -> list[Table]:
         for read in READ:
             if read == REDRAWN and side != SKYFORMER:
                 continue  # nothing is drawn
-            body.append(["", read, *(_entry(ratios(rows, side, read, task)) for task in tasks)])
+            body.append(["", read, *(_number(value) for value in _means(rows, side, read).values())])
     seeds = len({row["seed"] for row in rows})
-    title = f"Instability score / that of self-attention, mean of {len(rows[0]['scores'])} steps (lowest to highest of "
-    tables = [Table(f"{title}{seeds} seeds)", ["method", "read-out", *tasks], body)]
+    title = f"Instability score / that of self-attention, mean of {len(rows[0]['scores'])} steps and {seeds} seeds"
+    spans = [[side, *(_span(ratios(rows, side, AFTER, task)) for task in tasks)] for side in TABLE]
+    tables = [
+        Table(title, ["method", "read-out", *tasks], body),
+        Table(f"The same {AFTER}, lowest and highest of {seeds} seeds", ["method", *tasks], spans),
+    ]
     softmax = [
         [read, *(_score(pick(rows, side=EXACT, read=read, task=task)) for task in tasks)] for read in (AFTER, BEFORE)
     ]
     return [*tables, Table("Instability score of self-attention, mean", ["read-out", *tasks], softmax)]
 
 
-def _entry(values: Sequence[float]) -> str:
-    low, high = _number(min(values)), _number(max(values))
-    mean = _number(statistics.fmean(values))
-    return mean if low == high else f"{mean} ({low}-{high})"
+def _span(values: Sequence[float]) -> str:
+    return f"{_number(min(values))} to {_number(max(values))}"
 
 
 def _score(rows: Rows) -> str:
@@ -317,14 +321,20 @@ def _draw(rows: Rows, figure: Figure) -> None:
                 panel.plot(where, [paper[task] for task in tasks], **PAPER, label=label)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_xticks(range(len(tasks)), tasks, rotation=20)
-        panel.set(title=f"Read out {read}", ylabel="score / that of self-attention")
-    axes[1].set(yscale="log")
-    axes[0].set(ylim=(0, None))
-    axes[2].set(ylim=(0, None))
+        panel.set(title=f"Read out {read}", ylabel="score / that of self-attention", yscale="log")
+        low, high = panel.get_ylim()
+        marks = [mark for mark in (0.2, 0.5, 1, 2, 5, 10, 100, 1000, 10000) if low <= mark <= high]
+        panel.set_yticks(marks, [f"{mark:g}" for mark in marks])
+        panel.minorticks_off()
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, title="bars: lowest to highest seed")
 
 
+_SEEDS = (
+    "What decides here is the seed: the ratio of one method runs from 0.3 to 4.4 on Text and from 0.6 to 4.9 on "
+    "Retrieval; on Pathfinder alone all runs of both methods are below 1. Batches here are of 8 texts, the paper's of "
+    "16 to 256; it states one figure for each task, and no spread."
+)
 STUDY = Study(
     name="skyformer-instability",
     title="How much states move for a small step of the weights, and what that hangs on",
@@ -341,10 +351,12 @@ STUDY = Study(
             "on every task", _paper(GAUSSIAN),
             "read out behind the last LayerNorm: the 95 % interval over seeds lies below 1 for both methods on every "
             "task; same shape: both means over the tasks do", _below(AFTER),
+            otherwise=_SEEDS,
         ),
         Claim(
             "size", "appendix F, Table 1", "they are about a quarter lower", "means over the tasks: 0.72 and 0.74",
             f"both means over the tasks within {NEAR} of the paper's; same shape: within {2 * NEAR}", _size,
+            otherwise=_SEEDS,
         ),
         Claim(
             "nystrom", "appendix F, Table 1", "the score of Nystromformer, which approximates self-attention, "
@@ -354,12 +366,12 @@ STUDY = Study(
         Claim(
             "alike", "appendix F, Table 1", "Skyformer's scores are those of what it approximates",
             "differences 0.00 to 0.05", f"within {ONE} of kernelized attention's on every task; same shape: in the "
-            "mean", _alike,
+            "mean", _alike, otherwise=_SEEDS,
         ),
         Claim(
             "order", "appendix F, Table 1", "the gain is larger on Retrieval and Image than on Text and ListOps",
             "0.62 to 0.65 against 0.77 to 0.83", "both of the first below both of the others, for both methods; same "
-            "shape: in the mean", _order,
+            "shape: their mean is, with the 95 % interval over seeds", _order, otherwise=_SEEDS,
         ),
         Claim(
             "seeds", "not in the paper", "one run per task, as the paper's table has, tells the methods apart",
@@ -381,7 +393,7 @@ STUDY = Study(
             "relative", "not in the paper", "the same holds for relative changes before the last LayerNorm", "-",
             "as the first claim, with the score before the last LayerNorm divided by the squared size of the states",
             _below(RELATIVE), ours=True,
-            otherwise="Against their own size the states move about as much as those of self-attention.",
+            otherwise="Ratios are those of the first read-out, or somewhat higher. " + _SEEDS,
         ),
         Claim(
             "redrawn", "not in the paper", "Skyformer's score is low, too, where each evaluation draws its landmarks",
