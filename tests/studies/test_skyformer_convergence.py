@@ -82,6 +82,8 @@ def test_a_loss_that_falls_to_the_end_is_no_overfitting():
     for side in SIDES:
         rows = changed(rows, of(side, "Text"), curve=falling)
     assert verdict(NAME, "overfits", rows) == "does not"
+    for noise in ([0.6, 0.5, 0.9, 0.51], [0.8, 0.7, 0.5, 0.9]):  # one high loss is no rise
+        assert verdict(NAME, "overfits", changed(rows, of(EXACT, "Text"), curve=curve(noise, 1.0))) == "does not"
     assert verdict(NAME, "overfits", [row for row in told() if row["task"] != "Text"]) == "not run"
 
 
