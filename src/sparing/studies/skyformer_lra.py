@@ -1,6 +1,6 @@
 """The Long Range Arena with every method under one protocol: accuracy, and the time and memory of a step.
 
-All methods have the same examples, start, batches and optimizer. What the paper's code does to some of them is left out:
+All methods have the same examples, start, batches and optimizer. What the paper's code does to some is left out:
 self-attention is not computed twice to save memory, no batch is cut in half, Linformer's projection is learned,
 Performer's scale is applied once, black pixels are tokens like others, and means are over the tokens that are there.
 Reformer has queries apart from keys, BigBird no random blocks; Informer is not among the methods of this library.
