@@ -115,7 +115,8 @@ def tables(rows: Rows) -> list[Table]:
     for task in TASKS:
         row = pick(rows, what="train", task=task)[0]
         config = row["config"]
-        setting.append([task, "files of --data" if config["data"] else "installed or generated", str(config["length"]), str(config["steps"]),
+        data = "files of --data" if config["data"] else "installed or generated"
+        setting.append([task, data, str(config["length"]), str(config["steps"]),
                         str(config["batch"]), f"{config['layers']} x {config['width']}"])  # fmt: skip
     steps = [[side, *(f"{1e3 * _step(rows, side, task):.1f}" for task in TASKS)] for side in SIDES]
     costs = []

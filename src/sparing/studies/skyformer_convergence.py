@@ -147,7 +147,8 @@ def _tables(rows: Rows) -> list[Table]:
             body.append([task, side, f"{_seconds(rows, side, task):.1f}", *until, f"{low:.3f}", f"{last:.3f}",
                          f"{accuracy:.1f}"])  # fmt: skip
         config, row = mine[0]["config"], mine[0]
-        setting.append([task, "files of --data" if config["data"] else "installed or generated", str(config["length"]), str(config["steps"]),
+        data = "files of --data" if config["data"] else "installed or generated"
+        setting.append([task, data, str(config["length"]), str(config["steps"]),
                         str(config["batch"]), str(row["held"]), f"{100 * row['chance']:.1f}",
                         "yes" if learned(rows, task) else "no"])  # fmt: skip
     columns = ["task", "method", "seconds", "steps to level", "s to level", "lowest loss", "last", "accuracy"]
