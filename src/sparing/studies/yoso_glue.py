@@ -373,7 +373,8 @@ _STEPS = (
     "hand: MiniLM was pretrained with softmax. On sentences of Python help, 96 steps of 16 pairs do not teach it the "
     "new attention and the task at once: with every number of hashes, and with the expectation, the score stays at "
     "chance (curves), and nothing is seen of how the hashes rank. A model that has learned the task with softmax first "
-    "does learn in as many steps."
+    "does learn in as many steps. On SST-2 (--data) YOSO-64 reaches 77.7 in 96 steps, YOSO-E 75.0 and softmax 78.9, "
+    "on 256 examples; the differences between numbers of hashes are noise."
 )
 _SHORT = (
     "The paper trains for 95 000 steps behind the swap, on text, before it fine-tunes. Here 96 steps on the task "
@@ -404,7 +405,8 @@ STUDY = Study(
               _of(_expectation), otherwise=_STEPS),
         Claim("zero", "section 6", "without further training the swap ruins a softmax model", "not printed",
               f"every YOSO keeps at most {100 * HALF:g} % of softmax's distance from chance; same shape: on average"
-              + _GUARD, _of(_zero, whole=False), ours=True),
+              + _GUARD, _of(_zero, whole=False), ours=True,
+              otherwise="On SST-2 (--data) the swap takes 6 to 9 of the 28 points that softmax is above chance."),
         Claim("recovered", "table 3", "trained on, a softmax model that was swapped is as good as others",
               "YOSO-64 94.2, Longformer 94.9 on SST-2, 95 000 steps",
               f"at most {100 * COMPARABLE:g} points below softmax; same shape: keeps {100 * HALF:g} % of its distance "
