@@ -119,7 +119,12 @@ def test_standard_input(monkeypatch):
             r"a.jsonl.xz cannot be unpacked: Compressed data ended",
         ),
         ("a.jsonl.xz", b"no", {}, r"a.jsonl.xz cannot be unpacked: \w"),
-        ("a.csv.gz", gzip.compress(b"text\nx", mtime=0)[:-9], {}, r"a.csv.gz cannot be unpacked: Compressed file ended"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"text\nx", mtime=0)[:-9],
+            {},
+            r"a.csv.gz cannot be unpacked: Compressed file ended",
+        ),
         ("a.csv.gz", b"no", {}, r"a.csv.gz cannot be unpacked: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"x" * 99, mtime=0)[:12] + b"!!!!!!!!!!!!", {}, r"a.txt.gz cannot be unpacked: \w"),
         ("a.txt.xz", lzma.compress("gr\xfcn".encode("latin-1")), {}, r"a.txt.xz is not UTF-8"),
