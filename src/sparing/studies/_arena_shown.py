@@ -19,7 +19,7 @@ from sparing.studies._arena import (
     learned,
 )
 from sparing.studies._arena_tables import ACCURACY, HOURS, LENGTHS, MEMORY, ratios
-from sparing.studies.figure import PAPER, panels, style
+from sparing.studies.figure import PAPER, legend_below, panels, style
 from sparing.studies.study import Row, Rows, Table, pick
 
 if TYPE_CHECKING:
@@ -188,5 +188,4 @@ def draw(rows: Rows, figure: Figure) -> None:
         low, high = panel.get_ylim()
         ticks = [tick for tick in (0.2, 0.5, 1, 2, 5, 10, 20) if low <= tick <= high]
         panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    one, other = (panel.get_legend_handles_labels() for panel in (left, middle))
-    figure.legend(other[0] + one[0], other[1] + one[1], loc="outside lower center", ncols=5)
+    legend_below(figure, [middle, left], 5)

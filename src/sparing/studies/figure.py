@@ -38,6 +38,12 @@ def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float]
     return list(axes.flat)
 
 
+def legend_below(figure: Figure, axes: Sequence[Any], columns: int, **options: Any) -> None:
+    """One legend for all of these axes, each label once."""
+    shown = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, **options)
+
+
 def need_matplotlib(extra: str = "study") -> None:
     """Raise where it is missing, before anything is measured."""
     try:

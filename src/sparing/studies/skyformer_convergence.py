@@ -19,7 +19,7 @@ from sparing.studies._arena import (
     train_one,
     training_cell,
 )  # fmt: skip
-from sparing.studies.figure import panels, style
+from sparing.studies.figure import legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
         panel.set(
             xlabel="training time, seconds", ylabel="validation loss", title=f"{task}, {length} tokens", xlim=(0, None)
         )
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(SIDES))
+    legend_below(figure, axes[:1], len(SIDES))
 
 
 STUDY = Study(

@@ -27,7 +27,7 @@ from sparing.studies._arena import (
     data_of,
     fingerprint,
 )  # fmt: skip
-from sparing.studies.figure import PAPER, panels, style
+from sparing.studies.figure import PAPER, legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.training.config import Config
 from sparing.training.loop import Training
@@ -326,8 +326,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
         marks = [mark for mark in (0.2, 0.5, 1, 2, 5, 10, 100, 1000, 10000) if low <= mark <= high]
         panel.set_yticks(marks, [f"{mark:g}" for mark in marks])
         panel.minorticks_off()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, title="bars: lowest to highest seed")
+    legend_below(figure, axes[:1], 4, title="bars: lowest to highest seed")
 
 
 _SEEDS = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparing.attention import attention
 from sparing.measure.swap import cut
-from sparing.studies.figure import PAPER, panels, style
+from sparing.studies.figure import PAPER, legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.tasks import documents, listops, subject, text
 from sparing.tasks.documents import Documents
@@ -226,8 +226,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
             yscale="log", xlabel="number of the singular value", ylabel="singular value / the largest",
             title=f"{model}: second layer, n x {len(pick(rows, model=model)[0]['values'])}",
         )  # fmt: skip
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    legend_below(figure, axes[:1], 3)
 
 
 STUDY = Study(

@@ -33,7 +33,7 @@ from sparing.studies._value_aware import (
     family,
     groups,
 )
-from sparing.studies.figure import panels, style
+from sparing.studies.figure import legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
 from sparing.tasks import documents
 from sparing.tasks.documents import Documents
@@ -342,10 +342,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
             xlabel="r: keys read by a query (LSH: in a round; or features)", title=f"Ours, {group.length} bytes",
         )  # fmt: skip
     draw_paper(axes[len(found)])
-    lines: dict[str, Any] = {}
-    for each in axes[: len(found) + 1]:
-        lines |= {label: line for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
+    legend_below(figure, axes[: len(found) + 1], 4)
 
 
 STUDY = Study(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparing.measure.quality import quality
 from sparing.measure.swap import cut, perplexity
@@ -26,7 +26,7 @@ from sparing.studies._value_aware import (
     family,
     groups,
 )
-from sparing.studies.figure import panels, style
+from sparing.studies.figure import legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.tasks import documents, masked, subject
 from sparing.tasks.documents import Documents
@@ -288,10 +288,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
             title=f"{group.model}, {group.length} tokens",
         )  # fmt: skip
     draw_paper(axes[len(found)])
-    lines: dict[str, Any] = {}
-    for each in axes[: len(found) + 1]:
-        lines |= {label: line for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
+    legend_below(figure, axes[: len(found) + 1], 4)
 
 
 STUDY = Study(

@@ -10,7 +10,7 @@ from sparing.measure.timing import interval
 from sparing.measure.workload import clustered
 from sparing.studies._yoso_race import FUSED, HASHES, SELF, SPECS, race_at, timed, work_of
 from sparing.studies._yoso_table4 import LENGTHS, QUANTITIES, TABLE, ratio
-from sparing.studies.figure import PAPER, panels, style
+from sparing.studies.figure import PAPER, legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 
 if TYPE_CHECKING:
@@ -290,8 +290,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     left.legend()
-    handles, labels = middle.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    legend_below(figure, [middle], 5)
 
 
 _TIMES, _MEMORY = ("forward", "backward"), ("cache", "training", "testing")

@@ -12,7 +12,7 @@ from sparing.attention import attention
 from sparing.measure.estimate import exponent
 from sparing.measure.workload import Inputs, clustered
 from sparing.studies._yoso import layers, models, relative, spread, text
-from sparing.studies.figure import panels, style
+from sparing.studies.figure import legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
 from sparing.transformers.watch import Seen
 
@@ -184,8 +184,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
         axes.set(xscale="log", xlabel="length, tokens", ylabel="||N-YOSO - E|| / ||E||", title=title, ylim=(0, None))
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.minorticks_off()
-    handles, labels = both[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    legend_below(figure, both[:1], 4)
 
 
 _CRITERION = (

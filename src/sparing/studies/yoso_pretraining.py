@@ -14,7 +14,7 @@ import torch
 from sparing.nn import Encoder
 from sparing.studies._trained import running
 from sparing.studies._yoso_trained import EXPECTATION, METHODS, SAMPLED, YOSO, falling, started
-from sparing.studies.figure import panels, style
+from sparing.studies.figure import legend_below, panels, style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick, the
 from sparing.tasks.documents import default, read
 from sparing.tasks.trainable import Task
@@ -284,8 +284,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
         axes.axhline(HALF, color="black", linestyle="--", linewidth=0.8)
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, HALF - 2 * LEARNED), max(high, HALF + LEARNED))  # so that noise looks small
-    handles, labels = six[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    legend_below(figure, six[:1], 7)
 
 
 _TOKENS = "perplexity of hidden bytes"
