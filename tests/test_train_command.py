@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from sparing.cli import main
 from sparing.tasks.kinds import KINDS
@@ -99,7 +100,8 @@ def test_bad_input_is_one_line_before_the_first_step(capsys, tmp_path):
 def test_a_process_that_was_killed_goes_on(tmp_path):
     arguments = ["masked", *SMALL, "--steps", "60", "--method", "yoso(hashes=4)", "--dropout", "0.1"]
     assert main(["train", *arguments, "--out", str(tmp_path / "whole")]) == 0
-    process = subprocess.Popen(command(*arguments, "--out", str(tmp_path / "cut")), stdout=subprocess.DEVNULL)
+    same = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # on which the last bits hang
+    process = subprocess.Popen(command(*arguments, "--out", str(tmp_path / "cut")), stdout=subprocess.DEVNULL, env=same)
     end = time.monotonic() + 120
     while not (tmp_path / "cut" / "last.pt").exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
