@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sparing.tasks.subject import first_line
+
 PREFIX = "hub:"
 
 
@@ -45,8 +47,7 @@ class Hub:
         try:
             return load_dataset(self.name, self.part)
         except Exception as error:  # no network, no such name, files of another form
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ValueError(f"data: {self} cannot be loaded: {first}") from None
+            raise ValueError(f"data: {self} cannot be loaded: {first_line(error)}") from None
 
     def __str__(self) -> str:
         return PREFIX + self.name + (f" ({self.part})" if self.part else "")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.tasks.subject import first_line
+
 HIDDEN = 0.15  #: of the tokens; of these 80 % become the mask, 10 % another token, 10 % stay (Devlin et al. 2019)
 NONE = -100  #: in place of the token where nothing is asked
 
@@ -24,8 +26,7 @@ def load(name: str) -> tuple[Any, Any]:
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever is wrong with the files, or with the way to the hub
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"model: {name} cannot be loaded as a masked language model: {first}") from None
+        raise ValueError(f"model: {name} cannot be loaded as a masked language model: {first_line(error)}") from None
     if info["missing_keys"]:
         raise ValueError(
             f"model: {name} has no weights for {min(info['missing_keys'])}; it is no masked language model"

@@ -118,6 +118,11 @@ _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")  # how
 _NOT_IT = ("transformers_version", "sparing", "attn_implementation", "name_or_path")
 
 
+def first_line(error: Exception) -> str:
+    """Of what it says; its kind, where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def load(name: str) -> Subject:
     """A preset (`minilm`, `smollm2`), a local folder, or a name on the hub, in float32 and evaluation mode."""
     if name in PRESETS:
@@ -143,8 +148,7 @@ def load(name: str) -> Subject:
         model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever is wrong with the files
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"model: {name} cannot be loaded: {first}") from None
+        raise ValueError(f"model: {name} cannot be loaded: {first_line(error)}") from None
     missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # which an embedding does not use
     if missing:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 
 from sparing.tasks import glue
 from sparing.tasks.hub import Hub
-from sparing.tasks.subject import PRESETS
+from sparing.tasks.subject import PRESETS, first_line
 from sparing.tasks.text import python_sentences
 from sparing.tasks.trainable import Example, Split, Task
 
@@ -59,8 +59,7 @@ def tokenizer_of(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever is wrong with the files
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"pretrained={name!r} cannot be loaded: {first}") from None
+        raise ValueError(f"pretrained={name!r} cannot be loaded: {first_line(error)}") from None
 
 
 def _read(source: Path | Hub | None, part: str | None, seed: int) -> tuple[glue.Task, Rows, Rows]:

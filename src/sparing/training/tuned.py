@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparing.method import Unsupported
 from sparing.method import method as _method
+from sparing.tasks.subject import first_line
 from sparing.tasks.trainable import Task
 from sparing.tasks.tuning import USUAL, tokenizer_of
 from sparing.training.config import Config
@@ -62,8 +63,7 @@ def tuned(task: Task, config: Config) -> Tuned:
             name, config=settings, dtype=torch.float32, ignore_mismatched_sizes=True
         )
     except Exception as error:  # whatever is wrong with the files
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"pretrained={config.pretrained!r} cannot be loaded: {first}") from None
+        raise ValueError(f"pretrained={config.pretrained!r} cannot be loaded: {first_line(error)}") from None
     finally:
         logging.set_verbosity(before)
     if config.method != "exact":
