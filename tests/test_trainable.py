@@ -9,6 +9,7 @@ import torch
 from sparing.tasks import listops
 from sparing.tasks.arena import bytes_task, listops_task, pathfinder_task, pixels_task, retrieval_task
 from sparing.tasks.language import HIDDEN, MASK, causal_task, hide, masked_task, order_task
+from sparing.tasks.trainable import Example, Split, Task
 
 TASKS = [
     lambda: listops_task(64, 0, 40, 30),
@@ -55,7 +56,12 @@ def test_chance_is_the_share_of_the_commonest_answer():
     assert task.chance() == max(map(labels.count, range(10))) / 200
     assert 0.1 <= task.chance() < 0.5
     assert pixels_task(64, 0).chance() < 0.2
-    assert causal_task(128, 0).chance() == 259  # of the 260 tokens, padding is none
+
+
+def test_chance_of_text_is_what_the_bytes_frequencies_give():
+    assert 15 < causal_task(128, 0).chance() < 30
+    split = Split(3, lambda number: Example(torch.tensor([0, 4, 4, 5, 5, 0])))  # nobody asks for padding
+    assert Task("x", "x", "masked", 9, 6, split, split, mask=1).chance() == pytest.approx(2)
 
 
 def test_lists_have_their_value():

@@ -71,9 +71,12 @@ def show_end(found: Trained, *, console: Any) -> None:
     console.print(table)
     metric, chance = found.task.metric, found.task.chance()
     said = "learned something" if found.beats_chance else f"NOT shown on {len(found.task.valid)} examples to be better"
+    order = ""
+    if found.task.objective == "order":
+        order = f", its order accuracy {found.best['order_accuracy']:.4g} beside {found.task.commonest():.4g}"
     console.print(
-        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that knows nothing of the task "
-        f"has {chance:.4g}: {said}",
+        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that knows how often each answer "
+        f"occurs and no more has {chance:.4g}{order}: {said}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -122,7 +125,7 @@ def _draw(found: Trained, figure: Any) -> None:
     loss.legend()
     name, chance = found.task.metric, found.task.chance()
     metric.plot(at, [record[name] for record in found.records], **style(1), label=found.config.method)
-    metric.axhline(chance, color="black", linestyle=":", label="knows nothing")
+    metric.axhline(chance, color="black", linestyle=":", label="knows frequencies only")
     metric.set(xlabel="steps", ylabel=name, yscale="log" if name == "perplexity" else "linear")
     metric.legend()
     figure.suptitle(f"{found.task.name} {found.task.part}: {found.task.data}", x=0.01, ha="left", fontsize=9)

@@ -26,7 +26,7 @@ from sparing.studies.study import Cell, Row, Rows, Settings, pick
 from sparing.tasks import arena, documents
 from sparing.tasks.batches import Batches
 from sparing.tasks.documents import Documents
-from sparing.tasks.text import python_sources
+from sparing.tasks.text import python_modules, python_sources
 from sparing.tasks.trainable import Task
 from sparing.training.config import Config
 
@@ -144,7 +144,7 @@ def fingerprint(task: str, data: Path | None) -> str:
 def _installed(task: str) -> str:
     texts = {
         "Text": lambda: (*documents.default().texts, *python_sources()),
-        "Retrieval": lambda: documents.default().texts,
+        "Retrieval": lambda: (*documents.default().texts, *python_modules()),
     }
     return Documents(task, tuple(texts[task]())).fingerprint if task in texts else ""
 

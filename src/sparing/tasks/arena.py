@@ -13,11 +13,12 @@ from torch import Tensor
 
 from sparing.tasks import articles, listops, pathfinder
 from sparing.tasks.hub import Hub
-from sparing.tasks.text import distinct_topics, python_sources
+from sparing.tasks.text import distinct_topics, python_modules, python_sources
 from sparing.tasks.trainable import Example, Split, Task
 
 BYTES = 257  #: tokens of texts: padding, then each byte
-TRAIN, VALID = 4000, 400  #: examples where there is no end of them
+TRAIN, VALID = 32_000, 400  #: examples where there is no end of them
+_GREYS = torch.tensor([1, 100, 255], dtype=torch.uint8)  # from there on: the edge of a path, a path, a mark
 
 
 def text_bytes(text: str | bytes, length: int) -> Tensor:
@@ -45,19 +46,25 @@ def listops_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID)
 
 
 def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
-    """Pictures as rows of pixels, one after the other; length: of all of them, a square."""
+    """Pictures as rows of pixels, one after the other; length: of all of them, a square.
+
+    Those with fewer than 32 pixels to a side are easier: the two long paths stand alone, in four greys.
+    """
     size = _side(length)
+    small = size < 32
 
     def split(name: str, count: int) -> Split:
         @functools.lru_cache(maxsize=count)
         def example(number: int) -> Example:
-            paths = {"size": size, "length": size * 5 // 8, "distractors": size // 8}
+            paths = {"size": size, "length": size * 5 // 8, "distractors": 0 if small else size // 8}
             found = next(pathfinder.pictures(f"{seed} {name} {number}", **paths))
-            return Example(found.pixels.flatten().long(), int(found.joined))
+            pixels = torch.bucketize(found.pixels, _GREYS, right=True) if small else found.pixels.long()
+            return Example(pixels.flatten(), int(found.joined))
 
         return Split(count, example, [length] * count)
 
-    return Task("pathfinder", "own pictures", "class", 256, length, split("train", train), split("valid", valid))
+    greys = len(_GREYS) + 1 if small else 256
+    return Task("pathfinder", "own pictures", "class", greys, length, split("train", train), split("valid", valid))
 
 
 def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
@@ -108,7 +115,11 @@ def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
 def retrieval_task(
     length: int, seed: int, data: Path | Hub | None = None, train: int = TRAIN, valid: int = VALID
 ) -> Task:
-    """Whether two texts belong together: rows of a .tsv with label, text and text, or pieces of help topics."""
+    """Whether two texts belong together: rows of a .tsv with label, text and text, or pieces of the same text.
+
+    Without rows, texts are Python's help topics and the modules of its library. Half of the pairs that do not belong
+    together are prose beside code: telling these apart answers three of four.
+    """
     if data is not None:
         if isinstance(data, Path):
             data = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
@@ -117,27 +128,33 @@ def retrieval_task(
             pairs = data.rows(("train",), (("label",), ("text1", "sentence1"), ("text2", "sentence2")))
         made = [Example(text_bytes(one, length), int(label), text_bytes(two, length)) for label, one, two in pairs]
         return Task("retrieval", data.name, "pair", BYTES, length, *_split(made, seed))
-    topics = [pieces for topic in distinct_topics() if len(pieces := _pieces([topic], length)) >= 4]
+    prose, code = (
+        [pieces for text in texts if len(pieces := _pieces([text], length)) >= 4]
+        for texts in (distinct_topics(), python_modules())
+    )
 
-    def split(name: str, count: int, chosen: Sequence[list[str]]) -> Split:
+    if min(len(prose), len(code)) < 6:
+        raise ValueError(f"length={length}: the help topics are too short for pieces of that length")
+
+    def split(name: str, count: int, *kinds: list[list[str]]) -> Split:
         def example(number: int) -> Example:
             random = Random(f"retrieval {seed} {name} {number}")
-            one, two = random.sample(range(len(chosen)), 2)
-            same = random.random() < 0.5
-            first, second = random.sample(chosen[one], 2) if same else (
-                random.choice(chosen[one]), random.choice(chosen[two])
-            )  # fmt: skip
-            return Example(text_bytes(first, length), int(same), text_bytes(second, length))
+            first = random.choice(random.choice(kinds))
+            if random.random() < 0.5:
+                one, two = random.sample(first, 2)
+                return Example(text_bytes(one, length), 1, text_bytes(two, length))
+            second = random.choice([text for text in random.choice(kinds) if text is not first])
+            one, two = random.choice(first), random.choice(second)
+            return Example(text_bytes(one, length), 0, text_bytes(two, length))
 
         return Split(count, example)
 
-    if len(topics) < 10:
-        raise ValueError(f"length={length}: the help topics are too short for pieces of that length")
-    # Topics are split, not pairs: nothing of a topic that is asked about was seen before.
-    held, seen = topics[::5], [topic for number, topic in enumerate(topics) if number % 5]
+    # Texts are split, not pairs: nothing of a text that is asked about was seen before.
+    held = [kind[::5] for kind in (prose, code)]
+    seen = [[text for number, text in enumerate(kind) if number % 5] for kind in (prose, code)]
     return Task(
-        "retrieval", "pieces of Python help", "pair", BYTES, length, split("train", train, seen),
-        split("valid", valid, held),
+        "retrieval", "pieces of Python help and source code", "pair", BYTES, length, split("train", train, *seen),
+        split("valid", valid, *held),
     )  # fmt: skip
 
 

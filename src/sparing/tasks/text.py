@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from importlib import import_module
 from inspect import getsource
+from pathlib import Path
 
 
 def python_topics() -> list[str]:
@@ -41,3 +43,9 @@ def python_sources() -> list[str]:
     names = ("argparse", "ast", "difflib", "doctest", "inspect", "pdb", "pickle", "tarfile", "typing", "zipfile")
     found = [getsource(import_module(name)) for name in names]
     return [text for text in found if len(text) > 30_000]
+
+
+def python_modules() -> list[str]:
+    """The source of all modules of the standard library that are no packages, by their names: about 5 MB."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]

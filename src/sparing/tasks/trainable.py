@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 #: "class": of a text; "score": a number; "pair": the class of two texts that are read apart; "next": the token after
@@ -68,10 +69,19 @@ class Task:
         return self.objective == "next"
 
     def chance(self) -> float:
-        """The metric of a model that has learned nothing but how often each answer occurs; of words: nothing at all."""
+        """The metric of a model that has learned nothing but how often each answer occurs where it is tried."""
         if self.metric == "perplexity":
-            return float(self.vocabulary - len(self.special) - (self.mask is not None))
+            counts = torch.zeros(self.vocabulary, dtype=torch.float64)
+            for number in range(len(self.valid)):
+                counts += self.valid[number].tokens.bincount(minlength=self.vocabulary)
+            counts[list(self.special)] = 0
+            shares = counts / counts.sum()
+            return float(torch.special.entr(shares).sum().exp())
         if self.metric != "accuracy":
             return 0.0  # correlations
+        return self.commonest()
+
+    def commonest(self) -> float:
+        """The share of the most frequent label."""
         labels = [self.valid[number].label for number in range(len(self.valid))]
         return max(labels.count(label) for label in set(labels)) / len(labels)

@@ -97,7 +97,8 @@ class Losses(NamedTuple):
     loss: Tensor  #: of the tokens or classes
     right: Tensor
     scores: Tensor  #: what the model said
-    order: Tensor | None = None  #: of sentence order, over the examples
+    order: Tensor | None = None  #: the loss of sentence order, over the examples
+    ordered: Tensor | None = None  #: examples whose order was told
 
 
 def losses(model: Any, inputs: Inputs) -> Losses:
@@ -112,4 +113,5 @@ def losses(model: Any, inputs: Inputs) -> Losses:
     right = (scores.argmax(-1) == inputs.targets).sum()
     if order is None or inputs.order is None:
         return Losses(loss, right, scores)
-    return Losses(loss, right, scores, F.cross_entropy(order.float(), inputs.order, reduction="sum"))
+    ordered = (order.argmax(-1) == inputs.order).sum()
+    return Losses(loss, right, scores, F.cross_entropy(order.float(), inputs.order, reduction="sum"), ordered)
