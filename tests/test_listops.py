@@ -40,7 +40,7 @@ def test_lists_keep_to_their_rules():
                     counts.append(0)
             deepest = max(deepest, depth)
         assert depth == 0
-        assert deepest <= 10
+        assert deepest <= 9  # the tenth level has digits only
         assert 0 <= value(words) <= 9
 
 
@@ -55,6 +55,12 @@ def test_the_same_seed_gives_the_same_lists():
 
     assert some("train 0") == some("train 0")
     assert some("train 0") != some("valid 0")
+
+
+def test_the_last_level_has_digits_only():
+    found = [expression(Random(seed), depth=2) for seed in range(200)]
+    assert all(sum(word.startswith("[") for word in words) == 1 for words in found)
+    assert any("[MIN" in words[1:] for words in (expression(Random(seed), depth=3) for seed in range(200)))
 
 
 def test_operators_and_digits_are_drawn_evenly():
@@ -80,7 +86,7 @@ def test_what_is_no_list_has_no_value(text):
 
 
 @pytest.mark.parametrize(
-    "options", [{"least": 3}, {"least": 50, "most": 40}, {"depth": 0}, {"arguments": 1}, {"depth": 1, "least": 500}]
+    "options", [{"least": 3}, {"least": 50, "most": 40}, {"depth": 1}, {"arguments": 1}, {"depth": 2, "least": 500}]
 )
 def test_impossible_lists_are_refused(options):
     with pytest.raises(ValueError, match=r"least|depth"):

@@ -29,8 +29,8 @@ def text_bytes(text: str | bytes, length: int) -> Tensor:
 
 def listops_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
     """Nested lists of a quarter of the length and more, and what they come to."""
-    if length < 16:
-        raise ValueError(f"length={length} is too short for lists; take 16 or more")
+    if length < 32:  # of shorter ones there are so few that held-out lists are among those that are learned from
+        raise ValueError(f"length={length} is too short for lists; take 32 or more")
 
     def split(name: str, count: int) -> Split:
         @functools.lru_cache(maxsize=count)
@@ -50,7 +50,7 @@ def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VAL
 
     Those with fewer than 32 pixels to a side are easier: the two long paths stand alone, in four greys.
     """
-    size = _side(length)
+    size = _side(length, least=16)
     small = size < 32
 
     def split(name: str, count: int) -> Split:
@@ -198,10 +198,13 @@ def _split(made: list[Example], seed: int) -> tuple[Split, Split]:
     return _listed(order[:cut]), _listed(order[cut:])
 
 
-def _side(length: int) -> int:
+def _side(length: int, *, least: int = 8) -> int:
     side = round(length**0.5)
-    if side * side != length or side < 8:
-        raise ValueError(f"length={length} is not that of a square picture; take 64, 256, 1024 or another square")
+    if side * side != length or side < least:
+        raise ValueError(
+            f"length={length} is not that of a square picture with {least} pixels to a side or more; take "
+            f"{least**2}, 1024 or another square"
+        )
     return side
 
 

@@ -18,7 +18,7 @@ BYTES = 260  #: padding, [MASK], [CLS], [SEP], then each byte
 MASK, START, STOP = 1, 2, 3
 _FIRST = 4
 HIDDEN = 0.15  #: share of the tokens that are asked for
-VALID = 256
+VALID, ORDERED = 256, 1024  #: pieces to try it on at most; one piece asks for many bytes, but for one order
 
 
 def causal_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
@@ -70,7 +70,8 @@ def _split(raw: bytes, objective: Objective, length: int, seed: int, *, held: bo
     """Pieces from random places to learn from; evenly spread ones to try it on."""
     numbers = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() + _FIRST
     room = len(numbers) - length
-    count = min(VALID, max(room // (length // 2), 1)) if held else max(room // length, 1)
+    most = ORDERED if objective == "order" else VALID
+    count = min(most, max(room // (length // 2), 1)) if held else max(room // length, 1)
 
     def example(number: int) -> Example:
         random = Random(f"{objective} {seed} {held} {number}")
@@ -99,7 +100,9 @@ def hide(tokens: Tensor, task: Task, random: torch.Generator, share: float = HID
     special = torch.zeros_like(tokens, dtype=torch.bool)
     for each in task.special:
         special |= tokens == each
-    asked = (torch.rand(tokens.shape, generator=random) < share) & ~special
+    order = torch.rand(tokens.shape, generator=random).masked_fill(special, 2)
+    asked = order < share
+    asked |= ~asked.any(-1, keepdim=True) & (order == order.amin(-1, keepdim=True)) & ~special  # one at the least
     how = torch.rand(tokens.shape, generator=random)
     lowest = max(*task.special, task.mask or 0) + 1
     others = torch.randint(lowest, task.vocabulary, tokens.shape, generator=random)

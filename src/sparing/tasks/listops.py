@@ -1,7 +1,7 @@
 """ListOps as the Long Range Arena has it: nested lists of digits, and what they come to.
 
 `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. Own generator after the rules of Nangia and Bowman (2018) and of Tay et al. (2021):
-minimum, maximum, median and the sum modulo ten, of two to ten arguments, nested up to ten deep.
+minimum, maximum, median and the sum modulo ten, of two to ten arguments, on ten levels, the last of which has digits only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def expression(random: Random, *, depth: int = 10, arguments: int = 10, most: in
     words: list[str] = []
 
     def add(level: int) -> bool:
-        if level > 1 and (level > depth or random.random() >= _NESTED):
+        if level > 1 and (level >= depth or random.random() >= _NESTED):
             words.append(str(random.randrange(10)))
             return len(words) <= most
         words.append(f"[{random.choice(OPERATORS)}")
@@ -36,14 +36,11 @@ def examples(
     seed: int | str, *, least: int = 500, most: int = 2000, depth: int = 10, arguments: int = 10
 ) -> Iterator[list[str]]:
     """Lists of so many words, one after the other without end, the same for the same seed."""
-    longest = arguments
-    for _ in range(min(depth, 8) - 1):
-        longest *= arguments
     if not 4 <= least <= most:
         raise ValueError(f"least={least}, most={most}: the words of a list are at least 4, and least is not above most")
-    if depth < 1 or arguments < 2:
-        raise ValueError(f"depth={depth} must be at least 1, arguments={arguments} at least 2")
-    if least > longest:
+    if depth < 2 or arguments < 2:
+        raise ValueError(f"depth={depth} must be at least 2, arguments={arguments} at least 2")
+    if least > arguments ** min(depth - 1, 8):
         raise ValueError(f"least={least} is more than lists of depth={depth}, arguments={arguments} can have")
     random = Random(f"listops {seed}")
     while True:
