@@ -91,7 +91,9 @@ def test_bad_input_is_one_line_before_the_first_step(capsys, tmp_path):
     assert "steps=0 must be at least 1" in said(capsys, "causal", "--steps", 0, *out)
     assert "is a file; name a folder" in said(capsys, "causal", "--out", tmp_path / "file")
     assert "last.pt is damaged" in said(capsys, "causal", *SMALL, "--out", tmp_path / "broken")
-    assert "there is no file" in said(capsys, "causal", "--data", tmp_path / "none.txt", *out)
+    assert "none.txt': there is no such file" in said(capsys, "causal", "--data", tmp_path / "none.txt", *out)
+    assert "data='': there is no such file" in said(capsys, "causal", "--data", "", *out)
+    assert "steps=7 and epochs=2: name one" in said(capsys, "causal", "--steps", 7, "--epochs", 2, *out)
     assert "length=3 is too short" in said(capsys, "causal", "--length", 3, *out)
     assert "there is no file" in said(capsys, "--config", tmp_path / "none.json", *out)
     assert not (tmp_path / "new").exists()
@@ -152,3 +154,15 @@ def test_two_processes_learn_as_one_does(tmp_path):
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
         assert two["value"] == pytest.approx(one["value"], rel=1e-3)
         assert other["losses"] != pytest.approx(one["losses"], rel=1e-2)
+
+
+def test_settings_with_epochs_make_the_same_run_again(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = [each for each in SMALL if each not in ("--evaluate", "2")]
+    assert main(["train", "causal", *small, "--epochs", "0.001", "--batch", "1"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert main(["train", "--config", str(folder / "config.json")]) == 0
+    assert list((tmp_path / "runs").iterdir()) == [folder]
+    assert "goes on from step" in capsys.readouterr().out
+    assert main(["train", "--config", str(folder / "config.json"), "--steps", "1"]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2

@@ -127,7 +127,7 @@ def test_reviews_and_pictures_and_pairs_come_from_files(tmp_path):
     for part in ("train", "test"):
         rows = [{"text": f"{part} film {number}", "label": number % 2} for number in range(6)]
         (tmp_path / "imdb" / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = bytes_task(12, 0, tmp_path)
+    task = bytes_task(16, 0, tmp_path)
     assert bytes((task.train[3].tokens - 1).tolist()) == b"train film 3"
     assert (len(task.train), len(task.valid), task.valid[1].label) == (6, 6, 1)
     pictures = numpy.arange(3 * 16 * 16, dtype=numpy.uint8).reshape(3, 16, 16)
@@ -145,11 +145,73 @@ def test_reviews_and_pictures_and_pairs_come_from_files(tmp_path):
     assert causal_task(64, 0, [tmp_path / "text.txt"]).data == "text.txt"
 
 
+def npz(folder, **changed):
+    """A file of two pictures each, but for what is changed."""
+    pictures = numpy.zeros((2, 8, 8), dtype=numpy.uint8)
+    held = {"x_train": pictures, "y_train": [0, 1], "x_test": pictures, "y_test": [1, 0], **changed}
+    numpy.savez(folder / "changed.npz", **held)
+    return folder / "changed.npz"
+
+
+def texts(split):
+    return {bytes(split[number].tokens.tolist()) for number in range(len(split))}
+
+
+def test_one_file_of_texts_is_split(tmp_path):
+    rows = [{"text": f"a film, number {number}", "label": number % 2} for number in range(40)]
+    (tmp_path / "reviews.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = bytes_task(32, 0, tmp_path / "reviews.jsonl")
+    assert (len(task.train), len(task.valid)) == (36, 4)
+    assert not texts(task.train) & texts(task.valid)
+
+
+@pytest.mark.parametrize("where", [".", "imdb", "aclImdb"])
+def test_reviews_come_as_imdb_has_them(where, tmp_path):
+    for part in ("train", "test"):
+        for kind in ("pos", "neg"):
+            (tmp_path / where / part / kind).mkdir(parents=True)
+            for number in range(3):
+                (tmp_path / where / part / kind / f"{number}.txt").write_text(f"{part} {kind} {number}")
+    task = bytes_task(16, 0, tmp_path)
+    assert (len(task.train), len(task.valid)) == (6, 6)
+    found = {bytes((task.valid[n].tokens - 1).tolist()).split()[1]: task.valid[n].label for n in range(6)}
+    assert found == {b"pos": 1, b"neg": 0}
+
+
+def test_pairs_to_try_come_from_a_file_of_their_own(tmp_path):
+    (tmp_path / "aan").mkdir()
+    for part, count in (("train", 24), ("eval", 5), ("test", 3)):
+        rows = "".join(f"{n % 2}\t{part} one {n}\t{part} two {n}\n" for n in range(count))
+        (tmp_path / "aan" / f"new_aan_pairs.{part}.tsv").write_text(2 * rows)  # each of them twice
+    task = retrieval_task(64, 0, tmp_path)
+    assert (len(task.train), len(task.valid)) == (24, 5)
+    assert bytes((task.valid[0].tokens - 1).tolist()).startswith(b"eval")
+
+
+def test_something_is_hidden_in_the_shortest_text():
+    task = masked_task(16, 0)
+    tokens = torch.stack([task.train[0].tokens] * 300)  # of which 0.85^16 = 7 % would have nothing hidden
+    _, asked = hide(tokens, task, torch.Generator().manual_seed(0))
+    assert asked.any(-1).all()
+    assert asked.sum(-1).eq(1).any()
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda path: listops_task(8, 0), "length=8 is too short for lists"),
         (lambda path: pathfinder_task(1000, 0), "length=1000 is not that of a square"),
+        (lambda path: pathfinder_task(64, 0), "length=64 is not .* 16 pixels to a side or more; take 256"),
+        (lambda path: bytes_task(10**6, 0), "length=1000000: 0 pieces"),
+        (lambda path: bytes_task(2, 0), "length=2 is too short"),
+        (lambda path: retrieval_task(64, 0, path / "several"), "has one.tsv, two.tsv; name one"),
+        (lambda path: retrieval_task(64, 0, path / "blank.tsv"), "blank.tsv, line 1 is not a label"),
+        (lambda path: pixels_task(64, 0, npz(path, y_test=[0])), "x_test has 2 pictures, and y_test labels"),
+        (lambda path: pixels_task(64, 0, npz(path, y_test=[0, 5])), "y_test must be whole numbers"),
+        (lambda path: pixels_task(64, 0, npz(path, y_train=[-1, 0])), "y_train must be whole numbers"),
+        (lambda path: pixels_task(64, 0, npz(path, y_train=[0.5, 1])), "y_train must be whole numbers"),
+        (lambda path: pixels_task(64, 0, npz(path, y_train=["cat", "dog"])), "y_train must be whole numbers"),
+        (lambda path: pixels_task(64, 0, npz(path, x_test=numpy.zeros((0, 8, 8), "u1"), y_test=[])), "0 pictures"),
         (lambda path: pixels_task(63, 0), "length=63 is not that of a square"),
         (lambda path: causal_task(4, 0), "length=4 is too short"),
         (lambda path: bytes_task(64, 0, path), "there is no .*imdb.train"),
@@ -164,6 +226,10 @@ def test_reviews_and_pictures_and_pairs_come_from_files(tmp_path):
     ],
 )
 def test_bad_input(make, said, tmp_path):
+    (tmp_path / "several" / "aan").mkdir(parents=True)
+    for name in ("one", "two"):
+        (tmp_path / "several" / "aan" / f"{name}.tsv").write_text("1\ta\tb\n")
+    (tmp_path / "blank.tsv").write_text("1\t \tb\n")
     (tmp_path / "bad.tsv").write_text("text\tof\tsorts\n")
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "bad.npz").write_text("no archive")

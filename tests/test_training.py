@@ -1,6 +1,7 @@
 """Training: it learns, it goes on where it was, it says where it broke."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from sparing import Unsupported
 from sparing.training import checkpoint
 from sparing.training.config import Config, made, read
-from sparing.training.loop import Training, train
+from sparing.training.loop import Training, load, train
 from sparing.training.watch import Stopped
 
 SMALL = {"length": 32, "width": 16, "hidden": 16, "heads": 2, "layers": 1, "batch": 4, "steps": 6, "evaluate": 2}
@@ -95,8 +96,8 @@ def test_a_loss_that_is_no_number_is_traced_to_its_layer():
 
 def test_a_gradient_that_is_no_number_is_traced_to_its_parameter():
     training = Training(config())
-    training.bare.decoder.norm.weight.register_hook(lambda grad: grad * float("inf"))
-    with pytest.raises(Stopped, match=r"step 0: the gradient of decoder\.norm\.weight is not finite"):
+    training.bare.decoder.norm.weight.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(Stopped, match=r"step 0: the gradient of decoder\.norm\.weight is not finite.*try a rate below"):
         training.run()
 
 
@@ -108,16 +109,16 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path / "last.pt", {"step": 1})
+    train(config(steps=2), tmp_path)
 
     def full(source, target):
         raise OSError(28, "no space left")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="no space left"):
-        checkpoint.save(tmp_path / "last.pt", {"step": 2})
-    assert checkpoint.load(tmp_path / "last.pt")["step"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+        checkpoint.save(tmp_path / "last.pt", {"step": 3})
+    assert checkpoint.load(tmp_path / "last.pt", config(steps=2))["step"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt"]
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
@@ -130,7 +131,53 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
         train(config(), tmp_path)
     train(config(steps=2), tmp_path := tmp_path / "other")
     with pytest.raises(ValueError, match=r"of another run \(steps=2, now 6\)"):
-        train(config(), tmp_path)
+        train(config(evaluate=3), tmp_path)
+    path = tmp_path / "last.pt"
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 64]) + whole[middle + 64 :])
+    with pytest.raises(ValueError, match=r"last.pt is damaged.*delete it to start anew"):
+        train(config(steps=2), tmp_path)
+    path.write_bytes((tmp_path / "best.pt").read_bytes())
+    with pytest.raises(ValueError, match="has no losses, optimizer, seconds, times"):
+        train(config(steps=2), tmp_path)
+
+
+def test_a_checkpoint_of_other_examples_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("what was there first, line by line\n" * 1000)
+    asked = config(data=str(text))
+    train(asked, tmp_path / "run")
+    text.write_text("what stands there now, line by line\n" * 1000)
+    with pytest.raises(ValueError, match=r"has learned from other examples than text.txt has now"):
+        train(asked, tmp_path / "run")
+
+
+def test_checkpoints_are_written_between_evaluations_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "_due", property(lambda self: -math.inf, lambda self, when: None), raising=False)
+    asked = config(evaluate=6)
+
+    def kill(text, done, steps):
+        if done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(asked, tmp_path, tell=kill)
+    assert checkpoint.load(tmp_path / "last.pt", asked)["step"] == 2
+    assert not (tmp_path / "best.pt").exists()
+    assert train(asked, tmp_path).losses == train(asked).losses
+
+
+def test_the_best_model_is_loaded_from_its_folder(tmp_path):
+    found = train(config(), str(tmp_path))
+    assert found.best is found.records[-1]
+    tokens = found.task.valid[0].tokens[None]
+    assert torch.equal(load(tmp_path)(tokens), found.model.eval()(tokens))
+
+
+def test_runs_of_one_process_may_differ_in_precision():
+    assert train(config()).losses != train(config(precision="bf16")).losses
+    assert train(config()).losses == train(config()).losses
 
 
 @pytest.mark.parametrize(
@@ -142,7 +189,12 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
         ({"task": "causal", "depth": 3}, "there is no setting 'depth'"),
         ({"task": "causal", "steps": "many"}, "steps='many' must be of type int"),
         ({"task": "causal", "steps": 0}, "steps=0 must be at least 1"),
-        ({"task": "causal", "rate": -1.0}, "rate=-1.0 must not be negative"),
+        ({"task": "causal", "rate": -1.0}, "rate=-1.0 must be a number, and not negative"),
+        ({"task": "causal", "rate": math.nan}, "rate=nan must be a number"),
+        ({"task": "causal", "epochs": math.inf}, "epochs=inf must be a number"),
+        ({"task": "causal", "dropout": 1.0}, "dropout=1.0 is a share"),
+        ({"task": "causal", "heads": 3}, "width=64 must be a multiple of heads=3"),
+        ({"task": "causal", "seed": 2**70}, "must be from 0 to below"),
         ({"task": "causal", "clip": 0}, "clip=0 must be above 0"),
         ({"task": "causal", "pretrained": "minilm"}, "pretrained='minilm' belongs to glue"),
         ({"task": "glue", "width": 32}, "width=32 is the pretrained model's own"),
@@ -171,4 +223,4 @@ def test_a_method_that_cannot_do_the_task_is_refused_before_the_first_step():
     with pytest.raises(ValueError, match="batch=100000 is more than"):
         Training(config(batch=100000))
     with pytest.raises(ValueError, match="listops makes its own examples"):
-        Training(config("listops", data="some.txt"))
+        Training(config("listops", data=__file__))

@@ -192,3 +192,16 @@ def test_glue_of_the_hub_has_a_part_for_each_task(dataset, encoder, monkeypatch)
 def test_a_dataset_that_is_not_there_is_one_line():
     with pytest.raises(ValueError, match=r"data: hub:/no/such/set cannot be loaded: "):
         Hub("/no/such/set").rows(("train",), (("text",),))
+
+
+@pytest.mark.parametrize("method", ["linformer(rank=4)", "nystrom(landmarks=4, convolution=3)"])
+def test_a_method_that_learns_something_of_its_own_is_refused(method, encoder, tmp_path):
+    data = files(tmp_path, "SST-2", said_of((0, 1)))
+    with pytest.raises(Unsupported, match="for which a pretrained model has no place"):
+        tuned(encoder, data, "SST-2", method=method)
+
+
+def test_a_length_beyond_the_models_positions_is_refused(encoder, tmp_path):
+    data = files(tmp_path, "SST-2", said_of((0, 1)))
+    with pytest.raises(ValueError, match=r"length=4096 is more than the \d+ tokens of the pretrained model"):
+        Training(Config("glue", pretrained=encoder, length=4096, part="SST-2", data=data, batch=8))

@@ -32,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"sparing {options.command}: {said}\n")
         return 2
     except KeyboardInterrupt:
-        if not hasattr(options, "no_cache"):
-            raise
-        kept = "" if options.no_cache else "; what was measured is kept, the same command goes on"
+        kept = "" if getattr(options, "no_cache", True) else "; what was measured is kept, the same command goes on"
         sys.stderr.write(f"sparing {options.command}: stopped{kept}\n")
         return 130

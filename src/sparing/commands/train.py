@@ -50,8 +50,12 @@ def run(options: argparse.Namespace) -> int:
         console.print(report.tasks_table())
         return 0
     settings = {} if options.config is None else read(Path(options.config))
-    named = {each.name: getattr(options, each.name) for each in fields(Config)}
-    config = made({**settings, **{name: value for name, value in named.items() if value is not None}})
+    named = {each.name: value for each in fields(Config) if (value := getattr(options, each.name)) is not None}
+    if {"steps", "epochs"} <= named.keys():
+        raise ValueError(f"steps={named['steps']} and epochs={named['epochs']:g}: name one of the two")
+    if "steps" in named:
+        settings.pop("epochs", None)
+    config = made({**settings, **named})
     need_accelerate()
     need_matplotlib("train")
     folder = Path(options.out) if options.out else Path("runs") / f"{config.task}-{report.short(config)}"

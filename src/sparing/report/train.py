@@ -97,7 +97,7 @@ def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Se
 def write_log(training: Training, folder: Path) -> None:
     """What is known so far."""
     write_whole(folder / "log.csv", _log(training.losses, training.records, training.times))
-    write_whole(folder / "config.json", json.dumps(asdict(training.config), indent=1) + "\n")
+    write_whole(folder / "config.json", json.dumps(asdict(training.asked), indent=1) + "\n")
 
 
 def write(found: Trained, folder: Path) -> list[Path]:
@@ -128,4 +128,5 @@ def _draw(found: Trained, figure: Any) -> None:
     metric.axhline(chance, color="black", linestyle=":", label="knows frequencies only")
     metric.set(xlabel="steps", ylabel=name, yscale="log" if name == "perplexity" else "linear")
     metric.legend()
-    figure.suptitle(f"{found.task.name} {found.task.part}: {found.task.data}", x=0.01, ha="left", fontsize=9)
+    title = f"{found.task.name} {found.task.part}".strip()
+    figure.suptitle(f"{title}: {found.task.data}", x=0.01, ha="left", fontsize=9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from sparing.tasks import articles, listops, pathfinder
 from sparing.tasks.hub import Hub
+from sparing.tasks.subject import first_line
 from sparing.tasks.text import distinct_topics, python_modules, python_sources
 from sparing.tasks.trainable import Example, Split, Task
 
@@ -68,13 +70,22 @@ def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VAL
 
 
 def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
-    """The class of a text, byte by byte: those of imdb/train*.jsonl and test*.jsonl, or help topics against source."""
+    """The class of a text, byte by byte: help topics against source, or texts of files.
+
+    data: a .jsonl, of which a tenth is held out; or a folder with imdb/train*.jsonl and test*.jsonl, or with
+    train/pos/*.txt, train/neg, test/pos and test/neg, as IMDb comes.
+    """
+    _need(length)
+    if isinstance(data, Path) and data.is_file():
+        return Task("bytes", data.name, "class", BYTES, length, *_split(_lines(data, length), seed))
     if data is not None:
-        train, valid = (_reviews(data, part, length) for part in ("train", "test"))
+        train, valid = (_listed(_reviews(data, part, length)) for part in ("train", "test"))
         classes = 2 if isinstance(data, Path) else int(max(train[number].label for number in range(len(train)))) + 1
         return Task("bytes", data.name, "class", BYTES, length, train, valid, classes)
     prose, code = (_pieces(texts, length) for texts in (distinct_topics(), python_sources()))
     each = min(len(prose), len(code))
+    if each < 20:
+        raise ValueError(f"length={length}: {each} pieces of the installed texts are that long; 20 are the least")
     made = [
         Example(text_bytes(text, length), label) for label, texts in enumerate((prose, code)) for text in texts[:each]
     ]
@@ -120,14 +131,15 @@ def retrieval_task(
     Without rows, texts are Python's help topics and the modules of its library. Half of the pairs that do not belong
     together are prose beside code: telling these apart answers three of four.
     """
+    _need(length)
     if data is not None:
-        if isinstance(data, Path):
-            data = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
-            pairs = _pairs(data)
-        else:
-            pairs = data.rows(("train",), (("label",), ("text1", "sentence1"), ("text2", "sentence2")))
-        made = [Example(text_bytes(one, length), int(label), text_bytes(two, length)) for label, one, two in pairs]
-        return Task("retrieval", data.name, "pair", BYTES, length, *_split(made, seed))
+        name, *parts = _pair_files(data)
+        made = [
+            [Example(text_bytes(one, length), int(label), text_bytes(two, length)) for label, one, two in rows]
+            for rows in parts
+        ]
+        given = _split(made[0], seed) if len(made) == 1 else [_listed(each) for each in made]
+        return Task("retrieval", name, "pair", BYTES, length, *given)
     prose, code = (
         [pieces for text in texts if len(pieces := _pieces([text], length)) >= 4]
         for texts in (distinct_topics(), python_modules())
@@ -168,14 +180,36 @@ def _file(data: Path, folder: str, pattern: str, form: str) -> Path:
     return found[0]
 
 
-def _reviews(data: Path | Hub, part: str, length: int) -> Split:
+def _need(length: int) -> None:
+    if length < 16:
+        raise ValueError(f"length={length} is too short for text; take 16 or more")
+
+
+def _reviews(data: Path | Hub, part: str, length: int) -> list[Example]:
     if isinstance(data, Hub):
         rows = data.rows(("train",) if part == "train" else ("test", "validation"), (("text", "sentence"), ("label",)))
-        return _listed([Example(text_bytes(text, length), int(label)) for text, label in rows])
-    path = _file(data, "imdb", f"{part}*.jsonl*", "an object with 'text' and 'label' (0 or 1) on each line")
+        return [Example(text_bytes(text, length), int(label)) for text, label in rows]
+    for folder in (data, data / "imdb", data / "aclImdb"):
+        if (folder / part / "pos").is_dir():
+            return _folders(folder / part, length)
+    form = "an object with 'text' and 'label' (0 or 1) on each line"
+    return _lines(_file(data, "imdb", f"{part}*.jsonl*", form), length)
+
+
+def _folders(folder: Path, length: int) -> list[Example]:
+    found = []
+    for label, name in enumerate(("neg", "pos")):
+        paths = sorted((folder / name).glob("*.txt"))
+        if not paths:
+            raise ValueError(f"data: there is no .txt file in {folder / name}")
+        found += [Example(text_bytes(path.read_bytes(), length), label) for path in paths if path.stat().st_size]
+    return found
+
+
+def _lines(path: Path, length: int) -> list[Example]:
     found = articles.json_lines(path)
     assert found.labels is not None
-    return _listed([Example(text_bytes(t, length), int(y)) for t, y in zip(found.texts, found.labels, strict=True)])
+    return [Example(text_bytes(t, length), int(y)) for t, y in zip(found.texts, found.labels, strict=True)]
 
 
 def _pieces(texts: Sequence[str], length: int) -> list[str]:
@@ -219,16 +253,22 @@ def _arrays(path: Path) -> dict[str, Any]:
     import numpy
 
     try:
-        with numpy.load(path) as held:
+        with zipfile.ZipFile(path), numpy.load(path) as held:
             arrays = {name: held[name] for name in held.files}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data: {path} cannot be read as .npz: {error}") from None
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"data: {path} cannot be read as .npz: {first_line(error)}") from None
     for name in ("x_train", "y_train", "x_test", "y_test"):
         if name not in arrays:
             raise ValueError(f"data: {path} has no {name!r}; it has {', '.join(arrays)}")
     for name in ("x_train", "x_test"):
         if arrays[name].ndim != 3 or arrays[name].dtype != numpy.uint8:
             raise ValueError(f"data: {path}: {name} must be grey pictures, uint8 [N, h, w]; it is {arrays[name].shape}")
+    for part in ("train", "test"):
+        pictures, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if not len(pictures) or labels.shape != (len(pictures),):
+            raise ValueError(f"data: {path}: x_{part} has {len(pictures)} pictures, and y_{part} labels {labels.shape}")
+        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > arrays["y_train"].max():
+            raise ValueError(f"data: {path}: y_{part} must be whole numbers from 0 on, and none above those of y_train")
     return arrays
 
 
@@ -252,7 +292,25 @@ def _pairs(path: Path) -> list[tuple[Any, ...]]:
         if not line.strip():
             continue
         cells = line.split("\t")
-        if len(cells) < 3 or cells[0].strip() not in ("0", "1", "0.0", "1.0"):
+        if len(cells) < 3 or cells[0].strip() not in ("0", "1", "0.0", "1.0") or not all(map(str.strip, cells[-2:])):
             raise ValueError(f"data: {path}, line {number} is not a label (0 or 1), a tab, a text, a tab and a text")
         found.append((int(float(cells[0])), cells[-2], cells[-1]))
-    return found
+    return list(dict.fromkeys(found))  # a row that stands there twice would be held out and learned
+
+
+def _pair_files(data: Path | Hub) -> tuple[Any, ...]:
+    """The name of the data, then rows to learn from and rows to try, or all rows."""
+    if isinstance(data, Hub):
+        return data.name, data.rows(("train",), (("label",), ("text1", "sentence1"), ("text2", "sentence2")))
+    path = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
+    if data.is_file():
+        return path.name, _pairs(path)
+    files = sorted(path.parent.glob("*.tsv*"))
+    train = [file for file in files if "train" in file.name]
+    held = [file for word in ("eval", "valid", "dev", "test") for file in files if word in file.name]
+    if train and held:
+        return path.parent.name, _pairs(train[0]), _pairs(held[0])
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"data: {path.parent} has {names}; name one, or have 'train' and 'eval' in the names of two")
+    return path.name, _pairs(path)

@@ -32,7 +32,11 @@ class Kind:
 def _source(data: str | None, part: str | None) -> Source:
     if data is None:
         return None
-    return Hub(data.removeprefix(PREFIX), part) if data.startswith(PREFIX) else Path(data)
+    if data.startswith(PREFIX):
+        return Hub(data.removeprefix(PREFIX), part)
+    if not data or not Path(data).exists():
+        raise ValueError(f"data={data!r}: there is no such file or folder")
+    return Path(data)
 
 
 def _from_files(make: Callable[..., Task]) -> Callable[..., Task]:
@@ -73,7 +77,7 @@ _OWN, _TEXT = "none: it makes its own", "text files, or a folder of them"
 KINDS = {
     "listops": Kind(256, "what nested lists of digits come to", _OWN, _generated(arena.listops_task)),
     "pathfinder": Kind(1024, "whether a path joins two marks", _OWN, _generated(arena.pathfinder_task)),
-    "bytes": Kind(512, "the class of a text, byte by byte", "imdb/*.jsonl", _from_files(arena.bytes_task)),
+    "bytes": Kind(512, "the class of a text, byte by byte", "a .jsonl, or imdb/", _from_files(arena.bytes_task)),
     "pixels": Kind(64, "what a picture shows, pixel by pixel", "an .npz", _from_files(arena.pixels_task)),
     "retrieval": Kind(256, "whether two texts belong together", "a .tsv", _from_files(arena.retrieval_task)),
     "causal": Kind(256, "the next byte of a text", _TEXT, _language(language.causal_task)),

@@ -59,7 +59,7 @@ def _held_out(texts: Sequence[str], length: int) -> tuple[bytes, bytes]:
     piece = max(4 * length, 4096)
     pieces = [raw[start : start + piece] for start in range(0, len(raw), piece)]
     if len(pieces) < 4:
-        raise ValueError(f"data: {len(raw)} bytes are too few for length={length}; 16 times as many are the least")
+        raise ValueError(f"data: {len(raw)} bytes are too few for length={length}; {3 * piece + 1} are the least")
     every = min(20, len(pieces))
     held = [part for number, part in enumerate(pieces) if number % every == every // 2]
     seen = [part for number, part in enumerate(pieces) if number % every != every // 2]

@@ -1,7 +1,7 @@
 """ListOps as the Long Range Arena has it: nested lists of digits, and what they come to.
 
 `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. Own generator after the rules of Nangia and Bowman (2018) and of Tay et al. (2021):
-minimum, maximum, median and the sum modulo ten, of two to ten arguments, on ten levels, the last of which has digits only.
+minimum, maximum, median and the sum modulo ten, of two to ten arguments, on ten levels; the last has digits only.
 """
 
 from __future__ import annotations

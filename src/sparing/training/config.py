@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -57,10 +58,16 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("length", "evaluate", "decay", "warmup", "dropout", "rate", "epochs"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number, and not negative")
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0")
+        if self.dropout >= 1:
+            raise ValueError(f"dropout={self.dropout} is a share, and must be below 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be from 0 to below 2^63")
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
         if self.batch % self.accumulate:
             raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         if self.warmup >= 1:
@@ -96,8 +103,11 @@ class Config:
     @property
     def fingerprint(self) -> str:
         """The same for runs that take the same steps; when they are evaluated changes nothing."""
-        held = {name: value for name, value in asdict(self).items() if name != "evaluate"}
-        return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.steps_taken(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def steps_taken(self) -> dict[str, Any]:
+        """What they hang on."""
+        return {name: value for name, value in asdict(self).items() if name != "evaluate"}
 
     def load(self) -> Task:
         """The task's examples."""

@@ -25,6 +25,7 @@ from sparing.training.watch import Stopped, first_bad_gradient, first_bad_output
 
 Record = dict[str, float]  #: of an evaluation
 _TRIED = 32  # examples of an evaluation that run at once
+_SAVED = 60  # seconds between checkpoints at most, where these are quick to write
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Trained:
     records: tuple[Record, ...]
     best: Record
     losses: tuple[float, ...]  #: of every step
+    model: Any  #: as it is behind the last step; see also `load`
     times: tuple[float, ...]  #: seconds of training up to each record, without evaluations
 
     @property
@@ -78,22 +80,26 @@ class Training:
     def __init__(
         self,
         config: Config,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         *,
         tell: Callable[[str, int, int], None] | None = None,
         task: Task | None = None,
     ) -> None:
         need_accelerate()
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
 
-        self.folder = folder
+        self.folder = None if folder is None else Path(folder)
         self.tell = tell or (lambda text, done, steps: None)
         self.task = config.load() if task is None else task
+        self.asked = config  #: with epochs, where these were named
         self.config = config = config.settled(self.task)
         if config.batch > len(self.task.train):
             raise ValueError(
                 f"batch={config.batch} is more than the {len(self.task.train)} examples of {self.task.name}"
             )
+        if AcceleratorState._shared_state and AcceleratorState().mixed_precision != config.precision:
+            AcceleratorState._reset_state()  # of an earlier run in this process
         # Said outright: without a GPU, processes that a launcher started would else not find each other.
         self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
         if (config.batch // config.accumulate) % self.accelerator.num_processes:
@@ -114,6 +120,7 @@ class Training:
         self.records: list[Record] = []
         self.times: list[float] = []
         self.saved = 0  #: the step of the last checkpoint
+        self._due = time.monotonic() + _SAVED
         self.on_record: Callable[[], None] = lambda: None  #: called behind each evaluation, by the main process
 
     @property
@@ -131,7 +138,14 @@ class Training:
                 self.records.append({"step": float(self.step), "loss": self.losses[-1], **self.evaluate()})
                 self.times.append(self.seconds)
                 self._save()
-        return Trained(self.config, self.task, tuple(self.records), self._best(), tuple(self.losses), tuple(self.times))
+                if self.accelerator.is_main_process:
+                    self.on_record()
+            elif time.monotonic() > self._due:
+                self._save()
+        return Trained(
+            self.config, self.task, tuple(self.records), self._best(), tuple(self.losses), self.bare,
+            tuple(self.times),
+        )  # fmt: skip
 
     def resume(self) -> bool:
         """Go on from the last checkpoint; False: there is none."""
@@ -139,6 +153,11 @@ class Training:
         if path is None or not path.exists():
             return False
         held = checkpoint.load(path, self.config)
+        if held["examples"] != self.task.fingerprint():
+            raise ValueError(
+                f"checkpoint: {path} has learned from other examples than {self.task.data} has now; name another "
+                "folder with --out"
+            )
         self.bare.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
         self.step = self.saved = held["step"]
@@ -157,12 +176,29 @@ class Training:
         """Learn from the next batch: the loss."""
         start = time.perf_counter()
         config, accelerator = self.config, self.accelerator
-        # Random numbers hang on the step, not on how often this run was stopped; all processes draw the same ones.
-        torch.manual_seed(Random(f"step {config.seed} {self.step}").getrandbits(63))
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(self.step)
         parts = self._parts()
+        value = self._gradients(parts)
+        if not math.isfinite(value):
+            self._stop(parts, value)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
+        if norm is not None and not bool(torch.as_tensor(norm).isfinite()) and config.precision != "fp16":
+            self._stop(parts, value)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds += time.perf_counter() - start
+        return value
+
+    def _seed(self) -> None:
+        """Random numbers hang on the step, not on how often this run was stopped; all processes draw the same ones."""
+        torch.manual_seed(Random(f"step {self.config.seed} {self.step}").getrandbits(63))
+
+    def _gradients(self, parts: Sequence[Inputs]) -> float:
+        """Of the loss over all parts, which is returned."""
+        accelerator = self.accelerator
+        self._seed()
         counts = torch.tensor([sum(part.asked for part in parts), sum(len(part.targets) for part in parts)])
         asked, examples = accelerator.reduce(counts.to(accelerator.device), reduction="sum").tolist()
         total = torch.zeros((), device=accelerator.device)
@@ -174,16 +210,7 @@ class Training:
                     loss = loss + found.order / examples
                 accelerator.backward(loss * accelerator.num_processes)  # which averages over processes
                 total += loss.detach()
-        value = float(accelerator.reduce(total, reduction="sum"))
-        if not math.isfinite(value):
-            self._stop(parts, value)
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
-        if norm is not None and not bool(torch.as_tensor(norm).isfinite()) and config.precision != "fp16":
-            self._stop(parts, value)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.seconds += time.perf_counter() - start
-        return value
+        return float(accelerator.reduce(total, reduction="sum"))
 
     def _parts(self) -> list[Inputs]:
         """What this process runs of the step, in as many parts as the batch is cut into."""
@@ -203,12 +230,16 @@ class Training:
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def _stop(self, parts: Sequence[Inputs], value: float) -> None:
+        lower = f"the loss is {value}; try a rate below {self.config.highest:g}"
+        self._seed()
         for part in parts:
             where = first_bad_output(self.bare, lambda part=part: self.bare(**part.arguments))
             if where is not None:
-                raise Stopped(f"step {self.step}: the output of {where} is not finite; the loss is {value}")
+                raise Stopped(f"step {self.step}: the output of {where} is not finite; {lower}")
+        self.optimizer.zero_grad()
+        self._gradients(parts)  # again: where one is not finite, clipping spoils all
         where = first_bad_gradient(self.bare)
-        raise Stopped(f"step {self.step}: the gradient of {where} is not finite; the loss is {value}")
+        raise Stopped(f"step {self.step}: the gradient of {where} is not finite; {lower}")
 
     @torch.no_grad()
     def evaluate(self) -> Record:
@@ -257,13 +288,16 @@ class Training:
         return None if self.folder is None else self.folder / f"{name}.pt"
 
     def _save(self) -> None:
+        start = time.monotonic()
         if self.folder is None or not self.accelerator.is_main_process:
+            self._due = math.inf
             return
         held: dict[str, Any] = {
             "config": asdict(self.config), "fingerprint": self.config.fingerprint,
-            "model": _cpu(self.bare.state_dict()), "step": self.step, "records": self.records, "task": self.task.name,
+            "examples": self.task.fingerprint(), "model": _cpu(self.bare.state_dict()), "step": self.step,
+            "records": self.records, "task": self.task.name,
         }  # fmt: skip
-        if self._best() is self.records[-1]:
+        if self.records and self.records[-1]["step"] == self.step and self._best() is self.records[-1]:
             checkpoint.save(self.folder / "best.pt", held)
         more = {
             "optimizer": self.optimizer.state_dict(),
@@ -273,7 +307,8 @@ class Training:
         }
         checkpoint.save(self.folder / "last.pt", {**held, **more})
         self.saved = self.step
-        self.on_record()
+        took = time.monotonic() - start
+        self._due = start + took + max(_SAVED, 20 * took)
 
 
 def need_accelerate() -> None:
@@ -300,13 +335,21 @@ def _cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
 
-def train(config: Config, folder: Path | None = None, **options: Any) -> Trained:
+def train(config: Config, folder: str | Path | None = None, **options: Any) -> Trained:
     """A whole run; with a folder, from where it was."""
     training = Training(config, folder, **options)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    if training.folder is not None:
+        training.folder.mkdir(parents=True, exist_ok=True)
         training.resume()
     found = training.run()
-    if folder is not None:
-        training.export()
+    training.export()
     return found
+
+
+def load(folder: str | Path) -> Any:
+    """The best model of a run, from its folder."""
+    held = checkpoint.load(Path(folder) / "best.pt")
+    config = Config(**held["config"])
+    model = model_for(config.load(), config)
+    model.load_state_dict(held["model"])
+    return model.eval()

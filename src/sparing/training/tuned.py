@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
@@ -47,12 +48,21 @@ def tuned(task: Task, config: Config) -> Tuned:
     chosen = _method(config.method)
     if chosen.supports.gradient != "full":
         raise Unsupported(f"{chosen} has no gradient for queries and keys, so that nothing can be trained with it")
+    if chosen.learned(1, 8, 8, task.length) is not None:
+        raise Unsupported(
+            f"{chosen} learns something of its own, for which a pretrained model has no place; tasks other than glue "
+            "train models that have one"
+        )
     name: Any = weights_folder() if config.pretrained in (None, USUAL) else config.pretrained
     names = task.labels or ([f"LABEL_{number}" for number in range(task.classes)])
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # that the read-out is new is the purpose
     try:
         settings = AutoConfig.from_pretrained(name, num_labels=task.classes)
+        room = min(
+            getattr(settings, "max_position_embeddings", math.inf),
+            tokenizer_of(config.pretrained or USUAL).model_max_length,
+        )
         settings.finetuning_task = task.part  # as textattack's models say it
         settings.id2label, settings.label2id = dict(enumerate(names)), {word: n for n, word in enumerate(names)}
         for names_, value in ((_STATES, config.dropout), (_WEIGHTS, 0.0)):
@@ -66,6 +76,8 @@ def tuned(task: Task, config: Config) -> Tuned:
         raise ValueError(f"pretrained={config.pretrained!r} cannot be loaded: {first_line(error)}") from None
     finally:
         logging.set_verbosity(before)
+    if task.length > room:
+        raise ValueError(f"length={task.length} is more than the {room} tokens of the pretrained model; take fewer")
     if config.method != "exact":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it needs training, which is about to come
