@@ -139,7 +139,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"last.pt is damaged.*delete it to start anew"):
         train(config(steps=2), tmp_path)
     path.write_bytes((tmp_path / "best.pt").read_bytes())
-    with pytest.raises(ValueError, match="has no losses, optimizer, seconds, times"):
+    with pytest.raises(ValueError, match="has no losses, optimizer, scaler, seconds, times"):
         train(config(steps=2), tmp_path)
 
 

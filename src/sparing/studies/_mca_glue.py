@@ -77,7 +77,7 @@ def mean_reduction(alpha: float) -> Any:
         pairs = [(work.paper, printed(*key, alpha), key) for key, work in works(rows, alpha).items()]
         known = [(ours, theirs, key) for ours, theirs, key in pairs if theirs is not None]
         if len(known) < 2:
-            return not_run("needs files of GLUE: --data")
+            return not_run("needs files of two tasks of GLUE: --data")
         ours, theirs = (sum(column) / len(known) for column in list(zip(*known, strict=True))[:2])
         near = [abs(math.log(a / b)) <= math.log(1.25) for a, b, _ in known]
         text = f"{ours:.2f}x over {len(known)} tasks, of which the paper's tables have {theirs:.2f}x"

@@ -155,4 +155,6 @@ def load(name: str) -> Subject:
             f"model: {name} has no weights for {missing[0]}{' and others' * (len(missing) > 1)}, which would be drawn "
             "at random; train it first, or save it as what it is"
         )
-    return Subject(Path(name).name, model.eval(), tokenizer)
+    path = Path(name)
+    of_a_run = path.name == "model" and path.parent.name  # where `sparing train` writes it
+    return Subject(of_a_run or path.name, model.eval(), tokenizer)

@@ -15,7 +15,7 @@ from sparing.training.config import Config
 
 FORMAT = 1
 _ALWAYS = {"config", "fingerprint", "examples", "model", "step", "records", "task"}
-_TO_GO_ON = {"optimizer", "losses", "times", "seconds"}
+_TO_GO_ON = {"optimizer", "losses", "times", "seconds", "scaler"}
 _OUT = "delete it to start anew, or name another folder with --out"
 
 

@@ -160,6 +160,8 @@ class Training:
             )
         self.bare.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(held["scaler"])  # of fp16 on a GPU
         self.step = self.saved = held["step"]
         self.seconds = held["seconds"]
         self.losses, self.records, self.times = (list(held[name]) for name in ("losses", "records", "times"))
@@ -254,14 +256,15 @@ class Training:
         if split.lengths is not None:
             mine.sort(key=split.lengths.__getitem__)  # so that little is padding
         ends: list[End] = []
-        sums = torch.zeros(6, dtype=torch.float64, device=self.accelerator.device)
+        device = self.accelerator.device
+        sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         for at in range(0, len(mine), _TRIED):
             part = self._inputs(split, mine[at : at + _TRIED], "valid")
             with self.accelerator.autocast():
                 found = losses(self.bare, part)
             order = [0.0 if each is None else float(each) for each in (found.order, found.ordered)]
             each = (float(found.loss), float(found.right), part.asked, *order, len(part.targets))
-            sums += torch.tensor(each, dtype=torch.float64, device=sums.device)
+            sums += torch.tensor(each, dtype=sums.dtype, device=device)
             if self.task.judged:
                 ends += _ends(found.scores, part.targets)
         torch.set_rng_state(state)
@@ -304,6 +307,7 @@ class Training:
             "losses": self.losses,
             "times": self.times,
             "seconds": self.seconds,
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
         checkpoint.save(self.folder / "last.pt", {**held, **more})
         self.saved = self.step
