@@ -239,8 +239,11 @@ class Training:
             if where is not None:
                 raise Stopped(f"step {self.step}: the output of {where} is not finite; {lower}")
         self.optimizer.zero_grad()
-        self._gradients(parts)  # again: where one is not finite, clipping spoils all
-        where = first_bad_gradient(self.bare)
+        self._seed()
+        for part in parts:  # again: where one gradient is not finite, clipping has spoilt all
+            found = losses(self.bare, part)
+            (found.loss if found.order is None else found.loss + found.order).backward()
+        where = first_bad_gradient(self.bare) or "some part in another process"
         raise Stopped(f"step {self.step}: the gradient of {where} is not finite; {lower}")
 
     @torch.no_grad()
