@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparing.tasks import articles, listops, pathfinder
+from sparing.tasks import arena_files, listops, pathfinder
 from sparing.tasks.hub import Hub
-from sparing.tasks.subject import first_line
 from sparing.tasks.text import distinct_topics, python_modules, python_sources
 from sparing.tasks.trainable import Example, Split, Task
 
@@ -77,9 +74,9 @@ def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
     """
     _need(length)
     if isinstance(data, Path) and data.is_file():
-        return Task("bytes", data.name, "class", BYTES, length, *_split(_lines(data, length), seed))
+        return Task("bytes", data.name, "class", BYTES, length, *_split(_texts(arena_files.lines(data), length), seed))
     if data is not None:
-        train, valid = (_listed(_reviews(data, part, length)) for part in ("train", "test"))
+        train, valid = (_listed(_texts(arena_files.reviews(data, part), length)) for part in ("train", "test"))
         classes = 2 if isinstance(data, Path) else int(max(train[number].label for number in range(len(train)))) + 1
         return Task("bytes", data.name, "class", BYTES, length, train, valid, classes)
     prose, code = (_pieces(texts, length) for texts in (distinct_topics(), python_sources()))
@@ -95,10 +92,9 @@ def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
 def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
     """What a small picture shows, pixel by pixel: an .npz with x_train, y_train, x_test, y_test, or scanned digits."""
     if isinstance(data, Hub):
-        arrays = _pictures(data)
+        name, arrays = data.name, arena_files.pictures(data)
     elif data is not None:
-        data = _file(data, "cifar10", "*.npz", "pictures: x_train, y_train, x_test, y_test")
-        arrays = _arrays(data)
+        name, arrays = arena_files.arrays(data)
     else:
         try:
             from sklearn.datasets import load_digits
@@ -106,7 +102,7 @@ def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
             raise ModuleNotFoundError(
                 "the usual pictures come with scikit-learn; run: pip install 'sparing[train]', or name an .npz file"
             ) from None
-        digits = load_digits()
+        name, digits = "scanned digits", load_digits()
         images = torch.tensor(digits.images * 15).long()  # 16 levels and none to 240
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         images, answers = images[order], torch.tensor(digits.target)[order]
@@ -119,7 +115,6 @@ def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
         return _listed([Example(x, int(y)) for x, y in zip(_resized(pictures, side), labels, strict=True)])
 
     classes = int(max(arrays["y_train"])) + 1
-    name = "scanned digits" if data is None else data.name
     return Task("pixels", name, "class", 256, length, split("train"), split("test"), classes)
 
 
@@ -133,7 +128,7 @@ def retrieval_task(
     """
     _need(length)
     if data is not None:
-        name, *parts = _pair_files(data)
+        name, *parts = arena_files.pairs(data)
         made = [
             [Example(text_bytes(one, length), int(label), text_bytes(two, length)) for label, one, two in rows]
             for rows in parts
@@ -170,46 +165,13 @@ def retrieval_task(
     )  # fmt: skip
 
 
-def _file(data: Path, folder: str, pattern: str, form: str) -> Path:
-    """The file itself, or the first in a folder of datasets."""
-    if data.is_file():
-        return data
-    found = sorted((data / folder).glob(pattern))
-    if not found:
-        raise ValueError(f"data: there is no {data / folder / pattern}, which would hold {form}")
-    return found[0]
-
-
 def _need(length: int) -> None:
     if length < 16:
         raise ValueError(f"length={length} is too short for text; take 16 or more")
 
 
-def _reviews(data: Path | Hub, part: str, length: int) -> list[Example]:
-    if isinstance(data, Hub):
-        rows = data.rows(("train",) if part == "train" else ("test", "validation"), (("text", "sentence"), ("label",)))
-        return [Example(text_bytes(text, length), int(label)) for text, label in rows]
-    for folder in (data, data / "imdb", data / "aclImdb"):
-        if (folder / part / "pos").is_dir():
-            return _folders(folder / part, length)
-    form = "an object with 'text' and 'label' (0 or 1) on each line"
-    return _lines(_file(data, "imdb", f"{part}*.jsonl*", form), length)
-
-
-def _folders(folder: Path, length: int) -> list[Example]:
-    found = []
-    for label, name in enumerate(("neg", "pos")):
-        paths = sorted((folder / name).glob("*.txt"))
-        if not paths:
-            raise ValueError(f"data: there is no .txt file in {folder / name}")
-        found += [Example(text_bytes(path.read_bytes(), length), label) for path in paths if path.stat().st_size]
-    return found
-
-
-def _lines(path: Path, length: int) -> list[Example]:
-    found = articles.json_lines(path)
-    assert found.labels is not None
-    return [Example(text_bytes(t, length), int(y)) for t, y in zip(found.texts, found.labels, strict=True)]
+def _texts(rows: arena_files.Texts, length: int) -> list[Example]:
+    return [Example(text_bytes(text, length), label) for text, label in rows]
 
 
 def _pieces(texts: Sequence[str], length: int) -> list[str]:
@@ -247,70 +209,3 @@ def _resized(pictures: Tensor, side: int) -> Tensor:
     resize: Callable[..., Tensor] = torch.nn.functional.interpolate
     found = resize(pictures[:, None].float(), size=(side, side), mode="area")
     return found.round().long().flatten(1)
-
-
-def _arrays(path: Path) -> dict[str, Any]:
-    import numpy
-
-    try:
-        with zipfile.ZipFile(path), numpy.load(path) as held:
-            arrays = {name: held[name] for name in held.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"data: {path} cannot be read as .npz: {first_line(error)}") from None
-    for name in ("x_train", "y_train", "x_test", "y_test"):
-        if name not in arrays:
-            raise ValueError(f"data: {path} has no {name!r}; it has {', '.join(arrays)}")
-    for name in ("x_train", "x_test"):
-        if arrays[name].ndim != 3 or arrays[name].dtype != numpy.uint8:
-            raise ValueError(f"data: {path}: {name} must be grey pictures, uint8 [N, h, w]; it is {arrays[name].shape}")
-    for part in ("train", "test"):
-        pictures, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        if not len(pictures) or labels.shape != (len(pictures),):
-            raise ValueError(f"data: {path}: x_{part} has {len(pictures)} pictures, and y_{part} labels {labels.shape}")
-        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > arrays["y_train"].max():
-            raise ValueError(f"data: {path}: y_{part} must be whole numbers from 0 on, and none above those of y_train")
-    return arrays
-
-
-def _pictures(data: Hub) -> dict[str, Any]:
-    """Pictures of the hub, in grey."""
-    import numpy
-
-    found = {}
-    for part, splits in (("train", ("train",)), ("test", ("test", "validation"))):
-        rows = data.rows(splits, (("image", "img"), ("label",)))
-        found[f"x_{part}"] = numpy.stack([numpy.asarray(picture.convert("L")) for picture, _ in rows])
-        found[f"y_{part}"] = numpy.asarray([label for _, label in rows])
-    return found
-
-
-def _pairs(path: Path) -> list[tuple[Any, ...]]:
-    from sparing.tasks.documents import decoded
-
-    found = []
-    for number, line in enumerate(decoded(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        cells = line.split("\t")
-        if len(cells) < 3 or cells[0].strip() not in ("0", "1", "0.0", "1.0") or not all(map(str.strip, cells[-2:])):
-            raise ValueError(f"data: {path}, line {number} is not a label (0 or 1), a tab, a text, a tab and a text")
-        found.append((int(float(cells[0])), cells[-2], cells[-1]))
-    return list(dict.fromkeys(found))  # a row that stands there twice would be held out and learned
-
-
-def _pair_files(data: Path | Hub) -> tuple[Any, ...]:
-    """The name of the data, then rows to learn from and rows to try, or all rows."""
-    if isinstance(data, Hub):
-        return data.name, data.rows(("train",), (("label",), ("text1", "sentence1"), ("text2", "sentence2")))
-    path = _file(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
-    if data.is_file():
-        return path.name, _pairs(path)
-    files = sorted(path.parent.glob("*.tsv*"))
-    train = [file for file in files if "train" in file.name]
-    held = [file for word in ("eval", "valid", "dev", "test") for file in files if word in file.name]
-    if train and held:
-        return path.parent.name, _pairs(train[0]), _pairs(held[0])
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(f"data: {path.parent} has {names}; name one, or have 'train' and 'eval' in the names of two")
-    return path.name, _pairs(path)
