@@ -18,7 +18,8 @@ BYTES = 260  #: padding, [MASK], [CLS], [SEP], then each byte
 MASK, START, STOP = 1, 2, 3
 _FIRST = 4
 HIDDEN = 0.15  #: share of the tokens that are asked for
-VALID, ORDERED = 256, 1024  #: pieces to try it on at most; one piece asks for many bytes, but for one order
+VALID = 256  #: pieces to try it on at most
+_ORDERED = 2**14  # tokens of those whose order is asked for: short ones are more, as each asks once
 
 
 def causal_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
@@ -70,7 +71,7 @@ def _split(raw: bytes, objective: Objective, length: int, seed: int, *, held: bo
     """Pieces from random places to learn from; evenly spread ones to try it on."""
     numbers = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() + _FIRST
     room = len(numbers) - length
-    most = ORDERED if objective == "order" else VALID
+    most = max(VALID, _ORDERED // length) if objective == "order" else VALID
     count = min(most, max(room // (length // 2), 1)) if held else max(room // length, 1)
 
     def example(number: int) -> Example:
