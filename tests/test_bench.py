@@ -495,11 +495,12 @@ def test_mistakes_give_one_line_and_status_2_and_leave_nothing(arguments, words,
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_run_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_leaves_nothing(capsys, tmp_path, monkeypatch):
     def stopped(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(benchmark, "race", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        main(["bench", "--lengths", "16", "--heads", "1", "--methods", "window", "--out", str(tmp_path / "new")])
+    given = ["bench", "--lengths", "16", "--heads", "1", "--methods", "window", "--out", str(tmp_path / "new")]
+    assert main(given) == 130
+    assert capsys.readouterr().err.strip() == "sparing bench: stopped"
     assert not list(tmp_path.iterdir())

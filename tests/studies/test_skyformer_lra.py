@@ -203,7 +203,7 @@ def test_the_matrix_is_exact_attention_and_no_method_of_the_library():
 
 
 def test_a_models_row():
-    setup = Setup(24, 16, 1e-2, 40, 0.1, 8)
+    setup = Setup(32, 16, 1e-2, 40, 0.1, 8)
     cell = training_cell("ListOps", LINFORMER, setup, seed=0, data=None, width=16, hidden=16, layers=1, evaluate=20)
     row = train_one(cell)
     assert cell["config"]["method"] == "linformer(rank=8)"
@@ -229,7 +229,7 @@ def test_examples_are_made_once_and_before_the_clock_runs(monkeypatch):
 
 
 def test_so_many_examples_as_a_cell_says():
-    setup = Setup(24, 4, 1e-2, 2, 0.1, 8, examples=(30, 7))
+    setup = Setup(32, 4, 1e-2, 2, 0.1, 8, examples=(30, 7))
     cell = training_cell("ListOps", EXACT, setup, seed=0, data=None, width=16, hidden=16, layers=1)
     assert train_one(cell)["held"] == 7
     assert len(examples_of(Config(**cell["config"]), cell["examples"]).train) == 30

@@ -208,7 +208,7 @@ def test_a_small_model_is_trained_and_tried(tmp_path):
         "batch": 8, "rate": 0.01, "evaluate": 40, "examples": 12, "searched": 2, "budgets": {"top_keys": [2], "value_aware": [2, 9]},
     }  # fmt: skip
     first, exact, oblivious, aware, same = STUDY.measure(settings, cell)
-    assert first["metric"] < 0.2 * first["chance"]
+    assert first["metric"] < 0.2 * 256  # that of a guess
     assert 1 / 24 < first["largest"] < first["held"] < 1
     assert exact["gap"] == 0.0
     assert math.exp(exact["loss"]) == pytest.approx(first["metric"], rel=0.3)  # the same pieces, their ends only

@@ -140,7 +140,7 @@ def test_a_small_model_is_trained_and_tried(folder):
         "batch": 16, "steps": 60, "rate": 0.01, "examples": 24, "searched": 1, "specs": specs,
     }  # fmt: skip
     first, search, exact, one, all_, aware, *drawn = STUDY.measure(settings, cell)
-    assert first["metric"] < 0.2 * first["chance"]
+    assert first["metric"] < 0.2 * 256  # that of a guess
     assert 50 < first["guess"] < 90
     assert search["keys"] == 9
     assert search["off"] < 1e-5
