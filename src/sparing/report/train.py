@@ -120,13 +120,16 @@ def _draw(found: Trained, figure: Any) -> None:
     steps = range(1, len(found.losses) + 1)
     at = [record["step"] for record in found.records]
     loss.plot(steps, found.losses, color=style(0)["color"], linewidth=0.8, alpha=0.6, label="of each step")
-    loss.plot(at, [record["valid_loss"] for record in found.records], **style(1), label="held out")
+    held = [record["valid_loss"] + record.get("order_loss", 0.0) for record in found.records]
+    loss.plot(at, held, **style(1), label="held out")
     loss.set(xlabel="steps", ylabel="loss (nats)" if found.task.objective != "score" else "squared error")
     loss.legend()
     name, chance = found.task.metric, found.task.chance()
     metric.plot(at, [record[name] for record in found.records], **style(1), label=found.config.method)
     metric.axhline(chance, color="black", linestyle=":", label="knows frequencies only")
     metric.set(xlabel="steps", ylabel=name, yscale="log" if name == "perplexity" else "linear")
+    metric.yaxis.set_major_formatter("{x:g}")
+    metric.yaxis.set_minor_formatter("{x:g}")
     metric.legend()
     title = f"{found.task.name} {found.task.part}".strip()
     figure.suptitle(f"{title}: {found.task.data}", x=0.01, ha="left", fontsize=9)
