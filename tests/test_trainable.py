@@ -80,6 +80,26 @@ def test_pairs_belong_together_or_do_not():
     assert all(len(task.train[number].other) == 128 for number in range(5))
 
 
+@pytest.mark.parametrize(("length", "greys"), [(256, 4), (1024, 256)])
+def test_small_pictures_have_few_greys(length, greys):
+    task = pathfinder_task(length, 0, 4, 2)
+    assert task.vocabulary == greys
+    for number in range(4):
+        tokens = task.train[number].tokens
+        marks = int((tokens == greys - 1).sum())
+        assert 4 <= marks <= 24  # two round ones
+        assert len(tokens.unique()) <= greys
+        assert int((tokens == 0).sum()) > length // 4
+
+
+def test_another_second_text_is_another_task(tmp_path):
+    def found(word):
+        (tmp_path / "pairs.tsv").write_text("".join(f"{n % 2}\tone {n}\t{word} {n}\n" for n in range(30)))
+        return retrieval_task(64, 0, tmp_path / "pairs.tsv").fingerprint()
+
+    assert found("two") == found("two") != found("six")
+
+
 def test_text_is_its_bytes():
     task = causal_task(64, 0)
     text = bytes((task.valid[0].tokens - 4).tolist()).decode(errors="replace")

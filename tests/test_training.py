@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,19 @@ def test_a_language_model_learns_with_any_method(method):
 def test_other_objectives_learn(task):
     found = train(config(task, length=128, steps=30, rate=0.01, evaluate=30))
     assert sum(found.losses[-5:]) < sum(found.losses[:5])
+
+
+def test_what_is_learned_is_told_from_chance():
+    """Both questions of `order` count, and the best of many evaluations has to be better than that of one."""
+    found = train(config("order"))
+    for share, learned in ((0.5, False), (0.9, True)):
+        best = {**found.best, "perplexity": 2.0, "order_accuracy": share}
+        assert replace(found, best=best).beats_chance is learned
+    assert not replace(found, best={**best, "perplexity": 99.0}).beats_chance
+    found = train(config("listops"))
+    best = {**found.best, "accuracy": found.task.chance() + 0.05}  # 2.5 standard errors of 400 examples
+    assert replace(found, best=best, records=found.records[:1]).beats_chance
+    assert not replace(found, best=best, records=found.records[:1] * 50).beats_chance
 
 
 class Killed(Exception):

@@ -139,7 +139,6 @@ def retrieval_task(
         [pieces for text in texts if len(pieces := _pieces([text], length)) >= 4]
         for texts in (distinct_topics(), python_modules())
     )
-
     if min(len(prose), len(code)) < 6:
         raise ValueError(f"length={length}: the help topics are too short for pieces of that length")
 

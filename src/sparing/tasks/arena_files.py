@@ -47,7 +47,6 @@ def arrays(data: Path) -> tuple[str, dict[str, Any]]:
     import numpy
 
     path = _first(data, "cifar10", "*.npz", "pictures: x_train, y_train, x_test, y_test")
-
     try:
         with zipfile.ZipFile(path), numpy.load(path) as archive:
             held = {name: archive[name] for name in archive.files}

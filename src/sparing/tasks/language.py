@@ -101,9 +101,9 @@ def hide(tokens: Tensor, task: Task, random: torch.Generator, share: float = HID
     special = torch.zeros_like(tokens, dtype=torch.bool)
     for each in task.special:
         special |= tokens == each
-    order = torch.rand(tokens.shape, generator=random).masked_fill(special, 2)
-    asked = order < share
-    asked |= ~asked.any(-1, keepdim=True) & (order == order.amin(-1, keepdim=True)) & ~special  # one at the least
+    drawn = torch.rand(tokens.shape, generator=random).masked_fill(special, 2)
+    asked = drawn < share
+    asked |= ~asked.any(-1, keepdim=True) & (drawn == drawn.amin(-1, keepdim=True)) & ~special  # one at the least
     how = torch.rand(tokens.shape, generator=random)
     lowest = max(*task.special, task.mask or 0) + 1
     others = torch.randint(lowest, task.vocabulary, tokens.shape, generator=random)

@@ -89,7 +89,8 @@ class Task:
             read.update(str(len(split)).encode())
             for number in range(0, len(split), max(len(split) // 16, 1)):
                 example = split[number]
-                read.update(repr((example.tokens.tolist(), example.label)).encode())
+                other = None if example.other is None else example.other.tolist()
+                read.update(repr((example.tokens.tolist(), example.label, other)).encode())
         return read.hexdigest()[:16]
 
     def commonest(self) -> float:
