@@ -207,6 +207,18 @@ class HalfPrecision(Broken):
         return super().reference(q.bfloat16().to(q.dtype), k, v, call)
 
 
+class HidesBeforeScaling(Broken):
+    """-inf times a scale of zero is NaN."""
+
+    name = "_hides_before_scaling"
+
+    def fast(self, q, k, v, call):
+        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        scores = q @ k.mT
+        scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+        return (scores * call.scale).softmax(-1) @ v
+
+
 class BudgetIgnored(Nystrom):
     name = "_budget_ignored"
 

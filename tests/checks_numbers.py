@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import sparing
-from sparing import Projection, Shape
+from sparing import Projection, Shape, Unsupported
 
 from check_tools import TOLERANCE, check, close, differentiable, gradients, same, tracked
 from inputs import Inputs, exact_for, hard_cases, keys_mask, make, padding, peaked, relative, run
@@ -298,6 +298,39 @@ def precision(row: Row, impl: str) -> None:
     assert bool((wide != wide.float()).any()), f"{row.spec}: float64 numbers were rounded to float32"
     agree = (out - run(row.method, x, impl=impl).double()).norm() / out.norm()
     assert agree < 1e-4, f"{row.spec}: float32 and float64 differ by {agree:.3g}"
+
+
+RANGES = {  # name -> factors of q, k and v, and the scale
+    "q large, k small": (1e14, 1e-14, 1.0, None),
+    "q and k large, scale small": (1e13, 1e13, 1.0, 1e-26),
+    "k large": (1.0, 1e13, 1.0, None),
+    "v large": (1.0, 1.0, 1e35, None),
+    "q and k small": (1e-20, 1e-20, 1.0, None),
+    "q and k small, scale large": (1e-15, 1e-15, 1.0, 1e30),
+    "scale small": (1.0, 1.0, 1.0, 1e-30),
+    "scale zero": (1.0, 1.0, 1.0, 0.0),
+    "scale negative": (1.0, 1.0, 1.0, -0.4),
+}
+
+
+@check("range")
+def range_of_numbers(row: Row, impl: str) -> None:
+    """Entries and scales of any size give what float64 gives, whose range holds all products of float32 numbers."""
+    x = make(row.method, n_q=33)
+    for name, (by_q, by_k, by_v, scale) in RANGES.items():
+        y = replace(x, q=x.q * by_q, k=x.k * by_k).with_payload(x.payload * by_v)
+        weights_are_equal = by_q * by_k * (1 if scale is None else abs(scale)) < 1e-20
+        for causal in {False, row.supports.causal}:
+            if f"range: {name}" in row.skip or (weights_are_equal and row.supports.projection):
+                continue  # a Projection's sample counts jump where weights are equal: rounding decides
+            try:
+                wanted = run(row.method, y.map(lambda t: t.double()), impl="reference", is_causal=causal, scale=scale)
+            except Unsupported:
+                continue  # negative scales of distances
+            found = run(row.method, y, impl=impl, is_causal=causal, scale=scale)
+            size = float(wanted.abs().max()) or 1.0
+            error = float((found.double() - wanted).abs().max()) / size
+            assert error <= 1e-5, f"{row.spec}: {name}, causal={causal}: relative error {error:.3g} > 1e-5"
 
 
 @check("fast equals reference", lambda row: len(row.impls) > 1)

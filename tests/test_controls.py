@@ -51,6 +51,7 @@ CONTROLS = [
     (broken.QueryMaskIgnored(landmarks=4), "query mask"),
     (broken.SixteenBitsInside(), "precision"),
     (broken.FloatInside(), "precision"),
+    (broken.HidesBeforeScaling(), "range"),
     (broken.FlatCost(), "spec and cost"),
     (broken.UndocumentedField(), "spec and cost"),
     (broken.ThreadCount(), "threads"),

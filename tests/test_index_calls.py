@@ -15,7 +15,7 @@ from sequences import EVERY, KINDS, MULTIPOLE, Sequence, at_once, grow, sequence
 
 
 @KINDS
-@pytest.mark.parametrize(("name", "odd"), [("k", 1e200), *product("qkv", [torch.nan, torch.inf, -torch.inf])])
+@pytest.mark.parametrize(("name", "odd"), [*product("qkv", [torch.nan, torch.inf, -torch.inf])])
 def test_what_is_odd_in_a_single_step_is_treated_as_at_once(name, odd, spec):
     x = sequence()
     getattr(x, name)[0, 0, 83, 2] = odd
@@ -23,6 +23,24 @@ def test_what_is_odd_in_a_single_step_is_treated_as_at_once(name, odd, spec):
     wanted = at_once(x, spec).output
     assert not torch.equal(wanted[:, :, 80:], at_once(sequence(), spec).output[:, :, 80:])
     torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@EVERY
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 1e20), (torch.float64, 1e200)])
+def test_entries_whose_products_could_overflow_are_refused_and_nothing_changes(spec, dtype, large):
+    x = sequence(dtype=dtype)
+    for name in "qk":
+        y = Sequence(*(t.clone() for t in x[:3]))
+        getattr(y, name)[0, 0, 83, 2] = large
+        index = sparing.Index(spec, seed=3)
+        for start, stop in ((0, 90), (80, 84)):  # in a prompt, and after one
+            if start:
+                index.attention(*x.part(0, start))
+            with pytest.raises(ValueError, match=r"(query|key) .*entries of up to .*"):
+                index.attention(*y.part(start, stop))
+            assert index.length == start
+        wanted, _ = grow(sparing.Index(spec, seed=3), x, 80, 4)
+        assert torch.equal(grow(index, x, 84, 4, first=80)[0], wanted[:, :, 80:])
 
 
 def test_statistics():

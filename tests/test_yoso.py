@@ -10,7 +10,8 @@ from torch import Tensor
 
 import sparing
 from sparing import Unsupported
-from sparing.methods.yoso import Yoso, agreement, steepness, unit_rows
+from sparing.maths.linalg import unit_rows
+from sparing.methods.yoso import Yoso, agreement, steepness
 
 from collision_cases import assert_close, clustered, dense_weights, tracked, unit
 from estimates import assert_unbiased

@@ -7,6 +7,7 @@ refusals, and entries that are infinite or NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from sparing import compiled, native
 from sparing.call import Call
 from sparing.check import check_call, check_inputs
 from sparing.draws import Draws
+from sparing.layout import four_dimensional
 from sparing.method import Method, Past, Projection, Unsupported
 from sparing.method import method as _method
-from sparing.quarantine import quarantine
+from sparing.quarantine import LARGEST_SCALE, Wide, quarantine
 
 Impl = Literal["auto", "reference", "native"]
 
@@ -51,6 +53,8 @@ def attention(
     """Attention by any method; the first eight arguments are those of `scaled_dot_product_attention`.
 
     query is [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a `Projection`; returns [B, H, n_q, e].
+    Tensors may have fewer or more dimensions before the length, and broadcast there, as SDPA's may: [B, n, d] is one
+    head, and of five or more dimensions all before the heads are the batch.
 
     attn_mask: boolean (True = attend) or additive, broadcastable to [B, H, n_q, n_k]; -inf, or the lowest number of
         its type, hides a key. A mask that shows the same keys to all queries and heads, such as one of shape
@@ -72,17 +76,21 @@ def attention(
     >>> sparing.attention(q, k, v, method="nystrom(landmarks=32)", seed=0).shape
     torch.Size([1, 8, 256, 64])
     """
+    shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
+    query, key, value, attn_mask, _ = shaped
     if torch.compiler.is_compiling() and state is None and (spec := compiled.spec_of(method)) is not None:
         x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
         number = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor((seed + 2**63) % 2**64 - 2**63)
-        return compiled.attention(
+        out = compiled.attention(
             query, key, x, weight, bias, attn_mask, query_mask, number, seed is not None, dropout_p, is_causal, scale,
             enable_gqa, spec, impl, streams,
         )  # fmt: skip
-    return _run(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
-        state, None, seed is None,
-    )  # fmt: skip
+    else:
+        out = _run(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask,
+            streams, state, None, seed is None,
+        )  # fmt: skip
+    return shaped.restore(out)
 
 
 def inspect(
@@ -110,11 +118,14 @@ def inspect(
     past: of a prompt, what its `Index` keeps, so that nothing is computed twice.
     """
     notes: dict[str, Tensor] = {}
+    shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
+    query, key, value, attn_mask, _ = shaped
     output = _run(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
         state, notes, seed is None, brief, past,
     )  # fmt: skip
-    return Inspection(output, notes.pop("lse", None), notes)
+    notes = {name: shaped.restore(note) if note.shape[:2] == output.shape[:2] else note for name, note in notes.items()}
+    return Inspection(shaped.restore(output), notes.pop("lse", None), notes)
 
 
 def _run(
@@ -144,11 +155,9 @@ def _run(
     check_call(chosen, inputs, is_causal, impl, state)
     # Methods compute in float32 or better; an autocast around the call would undo that inside.
     with torch.autocast(query.device.type, enabled=False):
-        q, k, groups = query, key, inputs.groups
+        groups = inputs.groups
         v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
-        if query.dtype in (torch.float16, torch.bfloat16):  # accumulate in float32
-            q, k = q.float(), k.float()
-            v = v.map(Tensor.float) if isinstance(v, Projection) else v.float()
+        q, k, v = _convert(query, key, v, _working_type(query.dtype, inputs.scale))
         kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
         random = chosen.supports.stochastic or inputs.dropout_p > 0
         mask = inputs.mask
@@ -178,13 +187,9 @@ def _run(
             return (q.new_zeros(shape) + nothing).to(query.dtype)
 
         clean = quarantine(q, k, v, chosen, call)
-        k = clean.k.repeat_interleave(groups, dim=1) if groups > 1 else clean.k
-        v = clean.v
-        if groups > 1 and isinstance(v, Tensor):
-            v = v.repeat_interleave(groups, dim=1)
-        out = _compute(chosen, impl, clean.q, k, v, call)
-        if out.shape != shape:
-            raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
+        out = _compute(chosen, impl, clean.q, clean.k, clean.v, clean.call, shape)
+        if clean.wide is not None:
+            out = _merge_wide(out, clean.wide, clean.call, chosen, impl)
         lse = None if notes is None else notes.get("lse")
         if clean.spoiled is not None:
             out = out.masked_fill(clean.spoiled, torch.nan)
@@ -197,7 +202,51 @@ def _run(
         return out.to(query.dtype)
 
 
-def _compute(chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
+def _working_type(dtype: torch.dtype, scale: float) -> torch.dtype:
+    """Methods compute in float32, or in float64 where that is asked for or a large scale needs its range."""
+    return torch.float64 if dtype == torch.float64 or abs(scale) > LARGEST_SCALE else torch.float32
+
+
+def _convert(
+    q: Tensor, k: Tensor, v: Tensor | Projection, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | Projection]:
+    return q.to(dtype), k.to(dtype), v.map(lambda t: t.to(dtype)) if isinstance(v, Projection) else v.to(dtype)
+
+
+def _compute(
+    chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call, shape: tuple[int, ...]
+) -> Tensor:
+    """Run the method on key heads that are repeated to the query heads; shape: of the output."""
+    if call.groups > 1:
+        k = k.repeat_interleave(call.groups, dim=1)
+        v = v if isinstance(v, Projection) else v.repeat_interleave(call.groups, dim=1)
+    out = _dispatch(chosen, impl, q, k, v, call)
+    if out.shape != shape:
+        raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
+    return out
+
+
+def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method, impl: Impl) -> Tensor:
+    """`out`, and what `inspect()` notes, with the rows that see an extreme entry taken from a call in float64."""
+    notes: dict[str, Tensor] | None = None if call.statistics is None else {}
+    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.double()
+    call_64 = replace(call, mask=mask, statistics=notes, past=None)
+    found = _compute(chosen, impl, wide.q, wide.k, wide.v, call_64, tuple(out.shape))
+    rows = wide.rows.any(-1).expand(out.shape[:3])
+    for name, note in (notes or {}).items():
+        before = (call.statistics or {}).get(name)
+        if before is None or before.shape != note.shape:  # of another call than the one that most rows are from
+            call.note(**{name: note})
+            continue
+        taken = (
+            rows if note.shape[:3] == rows.shape else rows.any(-1) if note.shape[:2] == rows.shape[:2] else rows.any()
+        )
+        taken = taken.view(*taken.shape, *[1] * (note.ndim - taken.ndim))
+        call.note(**{name: torch.where(taken, note.to(before.dtype), before)})
+    return torch.where(wide.rows, found.to(out.dtype), out)
+
+
+def _dispatch(chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
     """By kernels where they cover the call, else by the path in plain PyTorch; by the specification if asked."""
     if impl == "reference":
         return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for

@@ -56,6 +56,8 @@ def check_inputs(
     for name, tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise TypeError(f"{name} is a nested tensor; use {name}.to_padded_tensor(0.0) with a mask for the padding")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}; use a dense tensor, such as {name}.to_dense()")
         if tensor.dtype not in _FLOATS:
@@ -64,9 +66,14 @@ def check_inputs(
             raise TypeError(f"{name} has dtype {tensor.dtype} but query has {query.dtype}; convert one of them")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device} but query is on {query.device}; move one of them")
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device, which holds no data; use a tensor on a real device")
     for name, tensor in tensors[:2] + tensors[2:3] * (not isinstance(value, Projection)):
         if tensor.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, width], got {_size(tensor)}")
+            raise ValueError(
+                f"{name} {_size(tensor)} cannot be brought to the 4 dimensions [batch, heads, length, width]; those "
+                "before the length must broadcast"
+            )
     batch, heads, n_q, d = query.shape
     kv_heads, n_k = key.shape[1], key.shape[2]
     if d == 0:
@@ -167,8 +174,8 @@ def _check_scalars(
         raise ValueError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale={scale!r} must be a number or None")
-    if scale is not None and not abs(scale) <= 1e8:
-        raise ValueError(f"scale={scale!r} must be finite, and at most 1e8: beyond, logits overflow")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} must be finite")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed={seed!r} must be an integer or None")
     if impl not in ("auto", "reference", "native"):
@@ -185,8 +192,13 @@ def _check_mask(mask: Tensor | None, batch: int, heads: int, n_q: int, n_k: int,
         return None
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask has dtype {mask.dtype}; use boolean (True = attend) or additive floating point")
+    if mask.dtype not in (torch.bool, *_FLOATS):
+        raise TypeError(
+            f"attn_mask has dtype {mask.dtype}; use boolean (True = attend), or additive float32, float64, bfloat16 or "
+            "float16"
+        )
+    if mask.is_nested or mask.layout != torch.strided:
+        raise TypeError(f"attn_mask has layout {mask.layout}; use a dense tensor, such as attn_mask.to_dense()")
     if mask.device != device:
         raise ValueError(f"attn_mask is on {mask.device} but query is on {device}; move one of them")
     full = (batch, heads, n_q, n_k)

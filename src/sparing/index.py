@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -15,7 +14,7 @@ from sparing.call import Call
 from sparing.draws import Draws
 from sparing.method import Method, Past, Unsupported, methods
 from sparing.method import method as _method
-from sparing.quarantine import is_tame, quarantine
+from sparing.quarantine import LARGEST_SCALE, is_tame, limit_of, quarantine
 
 _WIDE = (torch.float32, torch.float64)  #: types that methods compute in
 
@@ -58,8 +57,8 @@ class Index:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"seed={seed!r} must be an integer or None")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale={scale!r} must be finite")
+        if scale is not None and not abs(scale) <= LARGEST_SCALE:
+            raise ValueError(f"scale={scale!r} must be finite, and of a size of at most {LARGEST_SCALE:g}")
         self.scale = scale
         self.streams = None if streams is None else list(streams)
         self.reset()
@@ -72,7 +71,7 @@ class Index:
         self._kind: tuple[object, ...] | None = None
         self._keep: Tensor | None = None  # (B, length) which keys are valid; None: all
         self._past: Past | None = None
-        self._odd = False  # whether a key or value was infinite, NaN or very large, be it padding
+        self._odd = False  # whether a key or value was not finite, or large, be it padding
 
     def __repr__(self) -> str:
         return f"Index({str(self.method)!r}, seed={self.seed}): {self.length} positions, batch of {self._batch}"
@@ -96,10 +95,10 @@ class Index:
                     query, key, value, mask, is_causal=True, scale=self.scale, method=self.method, seed=self.seed,
                     enable_gqa=query.shape[1] != key.shape[1], streams=self.streams, brief=True, past=past,
                 )  # fmt: skip
+                self._learn(query, key, value, keep)
             except BaseException:
-                self._past = None
+                self.reset()
                 raise
-            self._learn(query, key, value, keep)
             self.statistics = found.statistics
             return found.output
         return self.advance(query, key, value, keep)
@@ -268,13 +267,14 @@ class Index:
     def _clean(
         self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `sparing.attention` quarantines what is infinite, NaN or very large; the entries of the rows it spoils.
+        """As `sparing.attention` quarantines non-finite entries; the entries of the rows that they spoil.
 
-        Only what is new is looked at; once a key or value was odd, each call reads all of them.
+        Only what is new is looked at; once a key or value was not finite, each call reads all of them. Entries so large
+        that products could overflow are refused: what the index keeps has no room for them.
         """
         new = (key[:, :, self.length :], value[:, :, self.length :])
-        self._odd = self._odd or not all(is_tame(x) for x in new)
-        if not self._odd and is_tame(query):
+        odd = self._odd or not all(is_tame(x) for x in new)
+        if not odd and is_tame(query):
             return query, key, value, None
         n, q, k, v = query.shape[2], _wide(query), _wide(key), _wide(value)
         call = Call(
@@ -282,6 +282,12 @@ class Index:
             draws=self._draws(query, key), groups=query.shape[1] // key.shape[1],
         )  # fmt: skip
         whole = quarantine(pad(q, (0, 0, key.shape[2] - n, 0)), k, v, self.method, call)
+        if whole.wide is not None:
+            raise Unsupported(
+                f"query, key and value: decoding with {self.method.name} takes entries of up to "
+                f"{limit_of(q.dtype):.2g}, and there are larger ones; use exact attention for this sequence"
+            )
+        self._odd = odd
         spoiled = None if whole.spoiled is None else whole.spoiled.expand(-1, -1, key.shape[2], -1)[:, :, -n:]
         if spoiled is not None and keep is not None:
             spoiled = spoiled & keep[:, None, -n:, None]

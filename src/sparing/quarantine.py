@@ -1,12 +1,16 @@
-"""Infinite and NaN entries stay in the rows that may see them.
+"""Keep non-finite and extreme entries in the rows that may see them.
 
 0 * NaN is NaN, so one bad entry behind a mask, in the future of a causal call or in a padded slot would spread through
-any matrix product. Bad entries are taken out before a method runs, and the rows that legitimately see one are marked.
-Queries and keys so large that their products overflow are shrunk, each as a whole: attention is saturated long before.
+any matrix product. Bad entries are taken out before a method runs, and the rows that legitimately see one become NaN.
+Entries so large that a product could overflow in float32 are taken out as well; the rows that see one are computed
+from all entries in float64, whose range holds every product of float32 numbers. A row that sees none of them is
+computed as if they were not there, to the bit.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -16,34 +20,107 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.method import Method, Projection
 
+LARGEST_SCALE = 1e8  #: of float32 calls; beyond, a call is computed in float64
 
-class Clean(NamedTuple):
-    """Inputs without non-finite entries."""
+
+class Wide(NamedTuple):
+    """The call in float64, for rows that see an extreme entry."""
 
     q: Tensor
     k: Tensor
     v: Tensor | Projection
+    rows: Tensor  # boolean, broadcastable to (B, H, n_q, e): entries of the output that it is for
+
+
+class Clean(NamedTuple):
+    """Inputs without non-finite and extreme entries."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | Projection
+    call: Call  # with a mask without NaN
     spoiled: Tensor | None  # boolean, broadcastable to (B, H, n_q, e): entries of the output that must be NaN
+    wide: Wide | None
 
 
 def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, call: Call) -> Clean:
-    """Zero the padded keys and values, take out non-finite entries, say which output entries they spoil."""
+    """Zero padded keys and values, take out non-finite and extreme entries, say which output entries see them."""
     payload = v.x if isinstance(v, Projection) else v  # (B, H_kv, n_k, e) or (B, n_k, in)
     if call.keep is not None:
         padded = ~call.keep
         k = k.masked_fill(padded[:, None, :, None], 0.0)
         payload = payload.masked_fill(padded.view(padded.shape[0], *[1] * (payload.ndim - 3), -1, 1), 0.0)
-    spoiled = None
-    limit = limit_of(q.dtype)
+    spoiled, wide = None, None
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        call, spoiled = _without_nan(call, q.shape[-2], k.shape[-2])
+    limit = limit_of(q.dtype, call.scale)
     if not all(_largest(t) <= limit for t in (q, k, payload)):
         bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
         bad_v = ~payload.isfinite()
+        if q.dtype == torch.float64 and call.influence is not None:  # padded queries, which nothing else may see
+            bad_q = bad_q | (_extreme(q, limit) & ~call.influence[:, None])
         if any(bool(bad.any()) for bad in (bad_q, bad_k, bad_v)):
-            spoiled = _spoiled(bad_q, bad_k, bad_v, method, call)
-        q, k = (_shrink(t.masked_fill(bad.unsqueeze(-1), 0.0), limit) for t, bad in ((q, bad_q), (k, bad_k)))
+            reach = method.reach(q.shape[-2], k.shape[-2], q.device, call)
+            seen = _rows_that_see(bad_q, bad_k, bad_v, reach, call)
+            spoiled = seen if spoiled is None else spoiled | seen
+        q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0) for t, bad in ((q, bad_q), (k, bad_k)))
         payload = payload.masked_fill(bad_v, 0.0)
-    cleaned = v._replace(x=payload) if isinstance(v, Projection) else payload
-    return Clean(q, k, cleaned, spoiled)
+        if q.dtype == torch.float64:
+            _refuse_extreme(q, k, limit, call.scale)
+        else:
+            q, k, payload, wide = _split(q, k, payload, v, limit, method, call)
+    return Clean(q, k, _with_payload(v, payload), call, spoiled, wide)
+
+
+def _split(
+    q: Tensor, k: Tensor, payload: Tensor, v: Tensor | Projection, limit: float, method: Method, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Wide | None]:
+    """(q, k, payload) without extreme entries, and the rows that see one."""
+    far_q, far_k = (_extreme(t, limit) for t in (q, k))
+    far_v = payload.abs() > limit
+    if not any(bool(far.any()) for far in (far_q, far_k, far_v)):
+        return q, k, payload, None
+    rows = _rows_that_see(far_q, far_k, far_v, None, call)
+    if method.supports.mixes_queries:
+        mixed = far_q if call.influence is None else far_q & call.influence[:, None]
+        mixed = mixed.cummax(-1).values if call.is_causal else mixed.any(-1, keepdim=True)
+        rows = rows | mixed.unsqueeze(-1)
+    full = _with_payload(v, payload)
+    wide_v = full.map(Tensor.double) if isinstance(full, Projection) else full.double()
+    wide = Wide(q.double(), k.double(), wide_v, rows)
+    q, k = (t.masked_fill(far.unsqueeze(-1), 0.0) for t, far in ((q, far_q), (k, far_k)))
+    return q, k, payload.masked_fill(far_v, 0.0), wide
+
+
+def _with_payload(v: Tensor | Projection, payload: Tensor) -> Tensor | Projection:
+    return v._replace(x=payload) if isinstance(v, Projection) else payload
+
+
+def _without_nan(call: Call, n_q: int, n_k: int) -> tuple[Call, Tensor | None]:
+    """The call with zeros for NaN and +inf in its additive mask; (B, H, n_q, 1) the rows that see one of them."""
+    mask = call.mask
+    assert mask is not None
+    if mask.numel() == 0 or float(mask.detach().amax()) < math.inf:  # NaN is the largest
+        return call, None
+    bad = mask.isnan() | (mask == math.inf)
+    visible = call.visible(n_q, n_k, mask.device)
+    assert visible is not None
+    return replace(call, mask=mask.masked_fill(bad, 0.0)), (visible & bad).any(-1, keepdim=True)
+
+
+def _extreme(rows: Tensor, limit: float) -> Tensor:
+    """Which rows hold an entry beyond the limit."""
+    return rows.detach().abs().amax(-1) > limit
+
+
+def _refuse_extreme(q: Tensor, k: Tensor, limit: float, scale: float) -> None:
+    for name, t in (("query", q), ("key", k)):
+        largest = _largest(t)
+        if largest > limit:
+            raise ValueError(
+                f"{name} holds entries of up to {largest:.3g}, and with scale={scale:.3g} products of entries beyond "
+                f"{limit:.3g} overflow float64; scale {name} down (only scale * query.key matters to softmax)"
+            )
 
 
 def is_tame(tensor: Tensor) -> bool:
@@ -61,9 +138,9 @@ def are_tame(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
 
 
 @cache
-def limit_of(dtype: torch.dtype) -> float:
-    """The norm up to which everything is surely tame."""
-    return torch.finfo(dtype).max ** 0.5 / 1e7  # products times a scale of up to 1e8 stay finite
+def limit_of(dtype: torch.dtype, scale: float = LARGEST_SCALE) -> float:
+    """The size of entries up to which sums of a million products, times the scale, are surely finite."""
+    return (torch.finfo(dtype).max / max(abs(scale), LARGEST_SCALE) / 1e6) ** 0.5
 
 
 def _largest(tensor: Tensor) -> float:
@@ -75,19 +152,15 @@ def _largest(tensor: Tensor) -> float:
     return float(torch.maximum(high, -low))
 
 
-def _shrink(rows: Tensor, limit: float) -> Tensor:
-    """Rows with an entry beyond the limit, scaled down to it; the others as they are, to the bit."""
-    largest = rows.detach().abs().amax(-1, keepdim=True)
-    return rows * (limit / largest.clamp_min(limit))
+def _rows_that_see(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, reach: Tensor | None, call: Call) -> Tensor:
+    """(B, H, n_q, e or 1): a marked query belongs to its row, a marked key or value to the rows that may look at it.
 
-
-def _spoiled(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, method: Method, call: Call) -> Tensor:
-    """(B, H, n_q, e or 1): a bad query spoils its row, a bad key or value the rows that may look at it."""
+    reach: the keys that the method lets a query use (`Method.reach`); None: all that the call shows to it.
+    """
     n_q, n_k = bad_q.shape[-1], bad_k.shape[-1]
     if bad_v.ndim == 3:  # hidden states of a Projection: every width of every head
         bad_v = bad_v.any(-1)[:, None, :, None]
     bad = (bad_v | bad_k.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)  # (B, H, n_k, e)
-    reach = method.reach(n_q, n_k, bad.device, call)
     if call.mask is None and reach is None:  # padded keys are zero, hence not bad
         last = torch.arange(n_q, device=bad.device).clamp_max(n_k - 1)
         seen = bad.cummax(-2).values[..., last, :] if call.is_causal else bad.any(-2, keepdim=True)

@@ -6,7 +6,8 @@ import torch
 import sparing
 from sparing import native
 from sparing.draws import checksum
-from sparing.methods.yoso import Yoso, unit_rows
+from sparing.maths.linalg import unit_rows
+from sparing.methods.yoso import Yoso
 from sparing.native.yoso import codes, collision_sums
 
 from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads

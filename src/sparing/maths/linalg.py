@@ -44,3 +44,15 @@ def damped_cholesky(m: Tensor, damping: float) -> Tensor:
         warnings.warn(f"a kernel matrix is indefinite to rounding; damped by {float(amount.max()):.0e}", stacklevel=2)
         factor, info = torch.linalg.cholesky_ex(m + amount[..., None, None] * eye)
     return factor
+
+
+def unit_rows(x: Tensor, smallest: float) -> Tensor:
+    """Rows divided by their length; a row without an entry as large as `smallest` gives zeros and gets no gradient.
+
+    In float64, rounded once: another order of the sum then gives the same bits, hence the same codes.
+    """
+    wide = x.double()
+    top = wide.detach().abs().amax(-1, keepdim=True)
+    empty = top < smallest
+    wide = wide / top.masked_fill(empty, 1.0)  # the squares of huge and of tiny entries are out of range
+    return (wide / wide.norm(dim=-1, keepdim=True).masked_fill(empty, 1.0)).masked_fill(empty, 0.0).to(x.dtype)

@@ -42,7 +42,8 @@ class Exact(Method):
         if call.noted or call.dropout_p > 0:  # SDPA returns no log-sum-exp and draws from the global generator
             return self.reference(q, k, v, call)
         if call.keep is None and call.mask is None:
-            return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, scale=call.scale)
+            q, scale = _positive(q, call.scale) if call.is_causal else (q, call.scale)
+            return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, scale=scale)
         visible = call.visible(q.shape[-2], k.shape[-2], q.device)
         assert visible is not None
         mask = visible
@@ -59,6 +60,16 @@ class Exact(Method):
         work = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
         # A fused kernel keeps only a block of weights per thread.
         return Cost(work + shape.projection_flops, 4.0 * units * shape.queries, shape.pairs / max(shape.queries, 1))
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(q, scale) of the same logits with a scale above zero.
+
+    torch hides later keys before it scales, and -inf becomes +inf at a negative scale and NaN at zero.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
 
 
 def _drawn(weights: Tensor, call: Call) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -102,10 +103,10 @@ class Kernel(Method):
         if self.kind == "elu":
             return feature_weights(elu_features(q, k, shift=by_row), visible)
         if self.kind == "poly":
-            scores = q @ k.mT * scale
+            # Rows may have any size, and large ones keep products with the smallest keys from underflowing.
+            scores = _unit(q, (-1,)) * (math.copysign(2.0**60, scale) if scale else 0.0) @ k.mT
             scores = scores if visible is None else scores.masked_fill(~visible, 0.0)
-            top = torch.linalg.vector_norm(scores.detach(), torch.inf, -1, keepdim=True)
-            return (scores / top.masked_fill(dense.vanishes(top), 1.0)).pow(self.degree)
+            return _unit(scores, (-1,)).pow(self.degree)
         logs = q @ k.mT * scale if self.kind == "exp" else distances(q, k) * (-scale / 2)
         logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
         if by_row:
@@ -188,8 +189,7 @@ class Kernel(Method):
 
     def _squares(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """`poly` of degree 2 through its feature map: (q.k)^2 = phi(q).phi(k)."""
-        q_size, k_size = (x.detach().abs().amax(axis, keepdim=True) for x, axis in ((q, (-1,)), (k, (-1, -2))))
-        unit_q, unit_k = (x / size.masked_fill(dense.vanishes(size), 1.0) for x, size in ((q, q_size), (k, k_size)))
+        unit_q, unit_k = _unit(q, (-1,)), _unit(k, (-1, -2))
         columns = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
         blocks = zip(unit_k.split(_ROWS, -2), columns.split(_ROWS, -2), strict=True)
         state = torch.stack([square_features(x).mT @ y for x, y in blocks]).sum(0)  # padded keys are zero: no weight
@@ -230,6 +230,12 @@ class Kernel(Method):
         work = units * pairs * (2 * d + 1 + 2 * e)
         kept = min(_ROWS, shape.queries) * shape.keys
         return Cost(work + shape.projection_flops, 4.0 * units * kept, touched)
+
+
+def _unit(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """x divided by its largest magnitude along the axes; zeros stay zeros."""
+    largest = x.detach().abs().amax(axes, keepdim=True)
+    return x / largest.masked_fill(largest == 0, 1.0)
 
 
 def _square_width(d: int) -> int:

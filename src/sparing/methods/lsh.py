@@ -12,6 +12,7 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.maths import arcs, blocks, dense
 from sparing.maths.hashing import rotation_buckets
+from sparing.maths.linalg import unit_rows
 from sparing.maths.rotation_law import log_collision, log_collision_law
 from sparing.method import Cost, Method, Shape, Supports, knob
 from sparing.native import lsh as native
@@ -109,9 +110,11 @@ class Lsh(Method):
         dots = q @ k.mT
         if self.combine != "ips":
             return dots * call.scale
-        q_norm, k_norm = q.detach().norm(dim=-1).unsqueeze(-1), k.detach().norm(dim=-1).unsqueeze(-2)
-        cosine = dots.detach() / (q_norm * k_norm).clamp_min(torch.finfo(q.dtype).tiny) * math.copysign(1.0, call.scale)
-        cosine = cosine.masked_fill((q_norm == 0) & (k_norm == 0), 1.0)  # zero vectors share a bucket in every round
+        unit_q, unit_k = (unit_rows(x.detach(), torch.finfo(x.dtype).tiny) for x in (q, k))
+        none_q, none_k = ((x == 0).all(-1) for x in (unit_q, unit_k))
+        cosine = unit_q @ unit_k.mT * math.copysign(1.0, call.scale)
+        # Zero vectors share a bucket in every round.
+        cosine = cosine.masked_fill(none_q.unsqueeze(-1) & none_k.unsqueeze(-2), 1.0)
         laws = torch.stack([log_collision_law(c) for c in buckets.tolist()]).to(q.device)
         miss = torch.log1p(-log_collision(cosine, laws).exp().clamp_max(1.0))  # log(1 - p), -inf at p = 1
         return dots * call.scale - torch.log(-torch.expm1(self.rounds * miss))

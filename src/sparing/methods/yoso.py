@@ -16,6 +16,7 @@ from sparing.maths import dense
 from sparing.maths.collisions import PURPOSE, Sampler, collision_sums
 from sparing.maths.derivatives import once_differentiable
 from sparing.maths.hashing import HASHES_AT_ONCE, draw_names, is_gaussian
+from sparing.maths.linalg import unit_rows
 from sparing.method import Cost, Method, Shape, Supports, knob
 from sparing.native import yoso as kernels
 from sparing.state import add_convolution, beside_convolution, check_width, convolution_of, learned_convolution
@@ -180,18 +181,6 @@ class Yoso(Method):
             memory = tokens * (4.0 * width + 16 * min(self.hashes, HASHES_AT_ONCE))
             touched = float(self.hashes)
         return Cost(units * (work + filters) + shape.projection_flops, units * memory, touched)
-
-
-def unit_rows(x: Tensor, smallest: float) -> Tensor:
-    """Rows divided by their length; a row without an entry as large as `smallest` gives zeros and gets no gradient.
-
-    In float64, rounded once: another order of the sum then gives the same bits, hence the same codes.
-    """
-    wide = x.double()
-    top = wide.detach().abs().amax(-1, keepdim=True)
-    empty = top < smallest
-    wide = wide / top.masked_fill(empty, 1.0)  # the squares of huge and of tiny entries are out of range
-    return (wide / wide.norm(dim=-1, keepdim=True).masked_fill(empty, 1.0)).masked_fill(empty, 0.0).to(x.dtype)
 
 
 def agreement(x: Tensor) -> Tensor:

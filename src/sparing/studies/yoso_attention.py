@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparing.attention import attention
 from sparing.maths.dense import divide_rows
+from sparing.maths.linalg import unit_rows
 from sparing.measure.estimate import exponent
-from sparing.methods.yoso import unit_rows
 from sparing.studies._yoso import layers, models, relative, spread, text
 from sparing.studies.figure import style
 from sparing.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick

@@ -271,7 +271,7 @@ struct MultipoleBlock {
     at = unit * call.means + (at > 0 ? at : 0);
     const T* mean = call.mean + at * call.depth;
     const T spread = call.variance[at] * call.scale * call.scale;
-    const T calm = spread > T(0) ? T(1) / spread : T(0);
+    const T calm = spread >= kNormal<T> ? T(1) / spread : T(0);
     for (int r = 0; r < memory.block.used; r += lanes<T>) {
       Vec<T> total{};
       for (int64_t k = 0; k < call.depth; ++k) {

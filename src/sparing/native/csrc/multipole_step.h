@@ -148,7 +148,7 @@ struct StepQuery {
     const T spread = *past.variance;
     T total = T(0);
     for (int64_t k = 0; k < call.depth; ++k) total += (q[k] - past.mean[k]) * (q[k] - past.mean[k]);
-    loud = spread > T(0) ? total / spread : T(0);
+    loud = spread >= kNormal<T> ? total / spread : T(0);
   }
 
   SPARING_INLINE Vec<T> variance(int64_t c) const {

@@ -54,6 +54,10 @@ int64_t softmax_scratch(int64_t depth, int64_t width, bool backward) {
 template <class T>
 inline constexpr T kNever = -T(__builtin_inf());
 
+// The smallest number whose reciprocal is finite.
+template <class T>
+inline constexpr T kNormal = sizeof(T) == 4 ? T(__FLT_MIN__) : T(__DBL_MIN__);
+
 template <class T>
 void start(Block<T>& block) {
   for (int64_t i = 0; i < block.width * kRows; ++i) block.sums[i] = T(0);

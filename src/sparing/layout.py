@@ -1,0 +1,78 @@
+"""Bring the shapes that `scaled_dot_product_attention` takes to [batch, heads, length, width], and results back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparing.method import Projection
+
+
+class Layout(NamedTuple):
+    """A call's tensors with four dimensions each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | Projection
+    attn_mask: Tensor | None
+    leading: torch.Size | None  #: of the result, before its length and width; None where nothing was changed
+
+    def restore(self, result: Tensor) -> Tensor:
+        """A result that begins with [batch, heads] in the shape that the caller's tensors have."""
+        return result if self.leading is None else result.reshape(*self.leading, *result.shape[2:])
+
+
+def four_dimensional(
+    query: Tensor, key: Tensor, value: Tensor | Projection, attn_mask: Tensor | None, enable_gqa: bool
+) -> Layout:
+    """Add, broadcast and flatten the dimensions before length and width; leave alone what the checks will refuse.
+
+    Three dimensions are [batch, length, width] of one head, or [heads, length, width] if heads are shared. Of more than
+    four, all before the heads are the batch.
+    """
+    unchanged = Layout(query, key, value, attn_mask, None)
+    tensors = [t for t in (query, key, value) if isinstance(t, Tensor) and t.layout == torch.strided]
+    if len(tensors) < 3 or any(t.is_nested or t.ndim < 2 for t in tensors):
+        return unchanged
+    q, k, v = tensors
+    fixed = 1 if enable_gqa else 2  # leading dimensions that must agree as they are
+    if q.ndim == k.ndim == v.ndim == 4 and q.shape[:fixed] == k.shape[:fixed] == v.shape[:fixed]:
+        return unchanged
+    most = max(t.ndim for t in tensors)
+    kept = 3 if enable_gqa and most > 2 else 2  # dimensions that are not broadcast
+    leading = [_padded(t.shape[:-2], most - 2) for t in tensors]
+    try:
+        shared = torch.broadcast_shapes(*(sizes[: most - kept] for sizes in leading))
+    except RuntimeError:
+        return unchanged
+    q, k, v = (t.expand(*shared, *t.shape[-kept:]) for t in tensors)
+    result = q.shape[:-2]
+    if isinstance(attn_mask, Tensor) and attn_mask.ndim > 2 and most != 4:
+        attn_mask = _flat_mask(attn_mask, result, enable_gqa)
+    q, k, v = (_four(t, enable_gqa) for t in (q, k, v))
+    return Layout(q, k, v, attn_mask, result)
+
+
+def _padded(sizes: torch.Size, count: int) -> torch.Size:
+    return torch.Size([1] * (count - len(sizes)) + list(sizes))
+
+
+def _four(t: Tensor, enable_gqa: bool) -> Tensor:
+    if t.ndim == 3:
+        return t.unsqueeze(0 if enable_gqa else 1)
+    return t[None, None] if t.ndim == 2 else t.flatten(0, -4)
+
+
+def _flat_mask(mask: Tensor, leading: torch.Size, enable_gqa: bool) -> Tensor:
+    """The mask of tensors with these leading dimensions, with four; unchanged if it does not fit them."""
+    sizes = _padded(mask.shape[:-2], len(leading))
+    if len(sizes) > len(leading) or any(have not in (1, want) for have, want in zip(sizes, leading, strict=True)):
+        return mask
+    if len(leading) == 1:
+        return mask.unsqueeze(0 if enable_gqa else 1)
+    mask = mask.reshape(*sizes, *mask.shape[-2:])
+    if any(size != 1 for size in sizes[:-1]):
+        mask = mask.expand(*leading[:-1], *mask.shape[-3:])
+    return mask.flatten(0, -4)
