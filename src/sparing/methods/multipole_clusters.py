@@ -15,6 +15,7 @@ from sparing.maths import poles
 from sparing.maths.clusters import Moments, cluster, native_cluster
 from sparing.maths.poles import BLOCKS, Level
 from sparing.native.past import StepPast
+from sparing.native.tensors import WritableState
 
 if TYPE_CHECKING:
     from sparing.methods.multipole import Multipole
@@ -26,7 +27,7 @@ Rows = Callable[[int, int], list[Tensor]]  # keys and values (1, H, ., .) of the
 Described = tuple[Level, tuple[Tensor, ...]]
 
 
-class PastClusters:
+class PastClusters(WritableState):
     """Clusters in a `StepPast`: those of complete chunks first, then those of the blocks after them."""
 
     def __init__(self, method: Multipole, q: Tensor, width: int, draws: Draws, scale: float) -> None:

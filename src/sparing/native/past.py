@@ -8,10 +8,12 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from sparing.native.tensors import WritableState
+
 _Sizes = dict[str, tuple[int, ...]]
 
 
-class StepPast:
+class StepPast(WritableState):
     """Two tensors, [B, H, .], cut into named parts: a step pays for every tensor that it is given.
 
     Each [B, H, ...]:

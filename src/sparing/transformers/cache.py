@@ -111,7 +111,9 @@ class IndexedLayer(DynamicLayer):
         self._remember()
 
     def reset(self) -> None:
-        """As for any layer; the index starts again with the next prompt."""
+        """Forget keys, values and index, which start again with the next prompt."""
+        # Older versions zero the tensors and keep their length; tensors of inference mode could not be written to.
+        self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
         self.index, self._room = None, None
         self._remember()
