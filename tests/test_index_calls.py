@@ -276,6 +276,30 @@ def test_what_is_not_finite_spoils_what_it_spoils_in_one_call(spec, which, bad):
             torch.testing.assert_close(out, wanted, rtol=0, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", ["multipole(keys=400)", "window(size=400)", "top_keys(keys=400)", MULTIPOLE])
+def test_what_is_not_finite_in_sixteen_bits(spec, dtype):
+    """It is taken out in float32, also where the budget covers all keys."""
+    x = sequence(heads=4, kv_heads=2)
+    x = Sequence(*(y.to(dtype) for y in x[:3]))
+    x.v[0, 0, 83, 2] = torch.inf
+    out, _ = grow(sparing.Index(spec, seed=3), x, 80, 1)
+    wanted = at_once(x, spec).output
+    assert bool(wanted.isnan().any())
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, wanted, rtol=0, atol=4 * torch.finfo(dtype).eps, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_summaries_that_are_too_light_do_not_hide_the_others(dtype):
+    """A huge query leaves clusters with scores far above all logits; they were left out, and nothing was left."""
+    x = sequence(n=46, heads=1, d=2, dtype=dtype)
+    x.q[0, 0, 41, 0] = 1e20
+    spec = "multipole(clusters=2, keys=4, window=2, sinks=1, chunk=8, tolerance=0.004)"
+    out, _ = grow(sparing.Index(spec, seed=3), x, 40, 1)
+    torch.testing.assert_close(out, at_once(x, spec).output, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-5)
+
+
 def test_a_crop_takes_what_is_not_finite_away():
     x = sequence()
     for place in (80, 100):

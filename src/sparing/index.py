@@ -292,7 +292,7 @@ class Index:
         if spoiled is not None and keep is not None:
             spoiled = spoiled & keep[:, None, -n:, None]
         assert isinstance(whole.v, Tensor)
-        return whole.q[:, :, -n:].to(query.dtype), whole.k, whole.v, spoiled
+        return whole.q[:, :, -n:], whole.k, whole.v, spoiled
 
     def _seen(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
         if self._kind is None:

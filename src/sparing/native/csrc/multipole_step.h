@@ -185,6 +185,7 @@ struct StepQuery {
       const Vec<T> f = some ? exponential(load<T>(memory.score + c) - shift) : Vec<T>{};
       const Vec<T> mass = some ? f * (load<T>(past.weight + c) - load<T>(memory.gone + c)) : Vec<T>{};
       total += mass;
+      store<T>(memory.mass + c, mass);
       const Vec<T> left = load<T>(memory.left + c);
       Vec<T> worth = mass * mass / (left > T(1) ? left : all(T(1)));
       if (!call.by_mass) worth *= surplus<T>(variance(c)) * load<T>(past.scatter + c);
@@ -282,22 +283,24 @@ struct StepQuery {
       sound(), score(), choose();
       meet(met);
     }
-    // A cluster that was expanded may have had a score far above all that is left.
+    // A cluster that was expanded may have had a score far above all that is left; so may one that is too light.
     Vec<T> tops = all(kNever<T>);
-    for (int64_t c = 0; spared && c < shown; c += lanes<T>)
-      tops = larger<T>(tops, load<T>(memory.left + c) > T(0) ? load<T>(memory.score + c) : all(kNever<T>));
+    for (int64_t c = 0; spared && c < shown; c += lanes<T>) {
+      const IntVec<T> some = (load<T>(memory.left + c) > T(0)) & !(load<T>(memory.mass + c) < light);
+      const Vec<T> score = some ? load<T>(memory.score + c) : all(kNever<T>);
+      store<T>(memory.score + c, score);
+      tops = larger<T>(tops, score);
+    }
     T top = largest<T>(tops);
     for (int64_t i = 0; i < rows; ++i) top = memory.weight[i] > top ? memory.weight[i] : top;
     T total = weigh_rows(top);
     int64_t terms = rows;
     if (spared) {
-        Vec<T> totals{};
-      const T bound = light * exponential(all(shift - top))[0];
+      Vec<T> totals{};
       for (int64_t c = 0; c < shown; c += lanes<T>) {
-        IntVec<T> some = load<T>(memory.left + c) > T(0);
+        const IntVec<T> some = load<T>(memory.left + c) > T(0);
         const Vec<T> factor = exponential(load<T>(memory.score + c) - top);
         const Vec<T> mass = factor * (load<T>(past.weight + c) - load<T>(memory.gone + c));
-        some &= !(mass < bound);
         store<T>(memory.mass + c, some ? factor : Vec<T>{});
         totals += some ? mass : Vec<T>{};
       }
