@@ -290,11 +290,23 @@ def test_what_is_not_finite_in_sixteen_bits(spec, dtype):
     torch.testing.assert_close(out, wanted, rtol=0, atol=4 * torch.finfo(dtype).eps, equal_nan=True)
 
 
+@KINDS
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_huge_in_padding_is_not_refused(spec, name):
+    keep = torch.ones(2, 110, dtype=torch.bool)
+    keep[0, 5] = keep[0, 83] = False
+    x = sequence(batch=2, dtype=torch.float32, keep=keep)
+    wanted = valid_rows(x, at_once(x, spec).output)
+    getattr(x, name)[0, :, [5, 83]] = 1e20
+    out, _ = grow(sparing.Index(spec, seed=3), x, 80, 1)
+    torch.testing.assert_close(valid_rows(x, out), wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_summaries_that_are_too_light_do_not_hide_the_others(dtype):
     """A huge query leaves clusters with scores far above all logits; they were left out, and nothing was left."""
     x = sequence(n=46, heads=1, d=2, dtype=dtype)
-    x.q[0, 0, 41, 0] = 1e20
+    x.q[0, 0, 41, 0] = 1e11
     spec = "multipole(clusters=2, keys=4, window=2, sinks=1, chunk=8, tolerance=0.004)"
     out, _ = grow(sparing.Index(spec, seed=3), x, 40, 1)
     torch.testing.assert_close(out, at_once(x, spec).output, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-5)

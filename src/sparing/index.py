@@ -277,6 +277,8 @@ class Index:
         if not odd and is_tame(query):
             return query, key, value, None
         n, q, k, v = query.shape[2], _wide(query), _wide(key), _wide(value)
+        if (rows := self._fresh(keep, n)) is not None:
+            q = q.masked_fill(~rows[:, None, :, None], 0.0)
         call = Call(
             scale=self._scale(query), is_causal=True, keep=keep, influence=keep, mask=None,
             draws=self._draws(query, key), groups=query.shape[1] // key.shape[1],
