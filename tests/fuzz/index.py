@@ -28,6 +28,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
 }
 BASE = {torch.float64: 1e-9, torch.float32: 1e-5}  #: as the tests of the index have it
+ARGUMENTS = r"\b(query|key|value|attn_mask|length|items)\b"
 LARGE = 1e6  #: entries beyond it are not ordinary
 
 
@@ -120,9 +121,13 @@ class Run:
 
     def _attention(self, step: Step) -> None:
         with MODES[step["mode"]]():
+            before = (self.now.x, self.now.keep)
             given, plain = self._tokens(step)
-            out = self.now.index.attention(*given)
-            kept = out.clone()
+            try:
+                kept = self.now.index.attention(*given).clone()
+            except ValueError as error:
+                self._undo(error, before)
+                return
             for x in given:  # the index may not hold on to what it was given
                 if x is not None:
                     x.fill_(torch.nan) if x.is_floating_point() else x.logical_not_()
@@ -133,10 +138,24 @@ class Run:
 
     def _append(self, step: Step) -> None:
         with MODES[step["mode"]]():
+            before = (self.now.x, self.now.keep)
             given, plain = self._tokens(step)
-            self.now.index.append(*given)
+            try:
+                self.now.index.append(*given)
+            except ValueError as error:
+                self._undo(error, before)
+                return
         with torch.inference_mode(False):
             self.now.shadow.append(*plain)
+
+    def _undo(self, error: ValueError, before: tuple[tuple[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """Take back new positions that were refused, as only entries beyond what products can hold may be."""
+        b, limit = self.now, 1e147 if self.dtype == torch.float64 else 1.8e12
+        shown = b.keep[:, None, :, None].clone()
+        largest = max(float(x.clone().double().masked_fill(~shown | ~x.isfinite(), 0.0).abs().max()) for x in b.x)
+        if largest < limit or not re.search(ARGUMENTS, str(error)):
+            raise AssertionError(f"{self._where()}: refused entries of up to {largest:.1e}: {error}") from error
+        b.x, b.keep = before
 
     def _crop(self, step: Step) -> None:
         self.verify()
@@ -212,7 +231,7 @@ class Run:
         try:
             bad[what]()
         except (ValueError, TypeError) as error:
-            if not re.search(r"\b(query|key|value|attn_mask|length|items)\b", str(error)):
+            if not re.search(ARGUMENTS, str(error)):
                 raise AssertionError(f"{self._where()}: the error names no argument: {error}") from error
         else:
             raise AssertionError(f"{self._where()}: {what} was not refused")
