@@ -14,7 +14,7 @@ from sparing.call import Call
 from sparing.draws import Draws
 from sparing.method import Method, Past, Unsupported, methods
 from sparing.method import method as _method
-from sparing.quarantine import LARGEST_SCALE, is_tame, limit_of, quarantine
+from sparing.quarantine import LARGEST_SCALE, is_moderate, limit_of, quarantine
 
 _WIDE = (torch.float32, torch.float64)  #: types that methods compute in
 
@@ -273,8 +273,8 @@ class Index:
         that products could overflow are refused: what the index keeps has no room for them.
         """
         new = (key[:, :, self.length :], value[:, :, self.length :])
-        odd = self._odd or not all(is_tame(x) for x in new)
-        if not odd and is_tame(query):
+        odd = self._odd or not all(is_moderate(x) for x in new)
+        if not odd and is_moderate(query):
             return query, key, value, None
         n, q, k, v = query.shape[2], _wide(query), _wide(key), _wide(value)
         if (rows := self._fresh(keep, n)) is not None:

@@ -109,7 +109,8 @@ class Past(Protocol):
     ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
         """Attention of the newest queries, and what `inspect()` would note; then `learn`.
 
-        clean: all is known to be tame (`sparing.quarantine`). Else None, and nothing is learnt, if what is new is not.
+        clean: all entries are known to be moderate (`sparing.quarantine`). Else returns None, and learns nothing, if
+        new ones are not.
         """
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -123,8 +123,8 @@ def _refuse_extreme(q: Tensor, k: Tensor, limit: float, scale: float) -> None:
             )
 
 
-def is_tame(tensor: Tensor) -> bool:
-    """Whether surely no entry is infinite, NaN or so large that it would be shrunk; cheap for few entries.
+def is_moderate(tensor: Tensor) -> bool:
+    """Return whether the entries are surely finite, and too small for a product to overflow; cheap for few entries.
 
     16-bit types are computed in float32.
     """
@@ -132,12 +132,12 @@ def is_tame(tensor: Tensor) -> bool:
     return float(torch.linalg.vector_norm(tensor, dtype=wide)) <= limit_of(wide)
 
 
-def are_tame(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
-    """The same of q, and of k and v (B, H, n, .) from position `start` on."""
-    return all(is_tame(x) for x in (q, k[:, :, start:], v[:, :, start:]))
+def are_moderate(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
+    """Return the same for q, and for k and v (B, H, n, .) from position `start` on."""
+    return all(is_moderate(x) for x in (q, k[:, :, start:], v[:, :, start:]))
 
 
-@cache
+@lru_cache(maxsize=64)
 def limit_of(dtype: torch.dtype, scale: float = LARGEST_SCALE) -> float:
     """The size of entries up to which sums of a million products, times the scale, are surely finite."""
     return (torch.finfo(dtype).max / max(abs(scale), LARGEST_SCALE) / 1e6) ** 0.5

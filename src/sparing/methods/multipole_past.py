@@ -22,7 +22,7 @@ from sparing.maths.clusters import Moments, Sums, sums
 from sparing.maths.poles import BLOCKS, REMEMBER, Level, Plan, Poles
 from sparing.methods.multipole_clusters import PastClusters
 from sparing.native.multipole import StepNotes, multipole_step
-from sparing.quarantine import are_tame, limit_of
+from sparing.quarantine import are_moderate, limit_of
 
 if TYPE_CHECKING:
     from sparing.methods.multipole import Multipole
@@ -57,7 +57,7 @@ class MultipolePast(PastClusters):
     ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
         """Attention of the newest queries, which are then learnt from. Rows of padding give zeros."""
         if fresh is None and self.place is None and q.shape[2] == 1 and native.ready(q):
-            try:  # the kernel looks by the way whether all is tame
+            try:  # the kernel also looks whether all entries are moderate
                 limit = math.inf if clean else limit_of(q.dtype)
                 out, notes = multipole_step(q, k, v, None, None, self.store, self.settings, limit)
             except RuntimeError as error:
@@ -70,7 +70,7 @@ class MultipolePast(PastClusters):
                 for item in range(len(self.counts)):
                     self._learn(item, q[item], k, v)
             return out, StepNotes(notes)
-        if not clean and not are_tame(q, k, v, length):
+        if not clean and not are_moderate(q, k, v, length):
             return None
         new = self._put(fresh, q, length)
         if q.shape[2] == 1:
