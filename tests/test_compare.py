@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import BertConfig, BertForMaskedLM
 
 import sparing
@@ -21,6 +20,7 @@ from sparing.measure.seconds import Seconds, seconds
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
 from sparing.report.table import show
+from sparing.report.terminal import Terminal
 from sparing.tasks.documents import Documents
 from sparing.tasks.subject import Subject, load
 
@@ -153,7 +153,7 @@ def test_json_has_no_nan():
     again = Comparison.from_json(found.to_json())
     assert math.isnan(again.rows[0].change.mean)
     assert math.isnan(again.rows[0].layers[0].heads[0])
-    with (console := Console(width=100)).capture() as shown:
+    with (console := Terminal(width=100)).capture() as shown:
         show(again, console=console, layers=True)
     assert "nan" in shown.get()
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sparing.commands import bench, compare, lists, plan, study, train
+from sparing.report.printable import one_line
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse repeats words that it does not know; a pattern of the shell may have put names of files there."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(one_line(message))
+
 
 _COMMANDS = (compare, plan, bench, train, study, lists)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one sub-command; errors of the user print one line and give status 2."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sparing", description="Approximate attention, measured on your model, your documents, your machine."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -29,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         expected = isinstance(error, ValueError | TypeError | ModuleNotFoundError | OSError)
         said = str(error) if expected else f"{type(error).__name__}: {error} (--debug shows where)"
-        sys.stderr.write(f"sparing {options.command}: {said}\n")
+        sys.stderr.write(f"sparing {options.command}: {one_line(said)}\n")
         return 2
     except KeyboardInterrupt:
         kept = "" if getattr(options, "no_cache", True) else "; what was measured is kept, the same command goes on"

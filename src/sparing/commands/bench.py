@@ -46,8 +46,9 @@ def run(options: argparse.Namespace) -> int:
     from sparing.spec import split_specs
 
     try:
-        from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn
+        from rich.progress import TimeElapsedColumn
+
+        from sparing.report.terminal import Terminal, progress
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[bench]'") from None
     from sparing.report.bench import show
@@ -62,12 +63,9 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     folder = Path(options.out)
     check_folder(folder)
-    console = Console(stderr=True)
-    with Progress(*Progress.get_default_columns()[:3], TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting")
-        result = bench(
-            settings, progress=lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps)
-        )
+    console = Terminal(stderr=True)
+    with progress(console, "starting", TimeElapsedColumn()) as tell:
+        result = bench(settings, progress=tell)
     show(result)
     write_json(result, folder / "bench.json")
     written = [folder / "bench.json"]
@@ -75,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
         write_plot(result, folder / "bench.png")
         written.append(folder / "bench.png")
     except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}", markup=False)
-    console.print(f"wrote {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+        console.print(f"no plot: {error}")
+    console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
     return 0
 
 

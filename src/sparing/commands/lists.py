@@ -38,7 +38,7 @@ def _show(options: argparse.Namespace) -> int:
     recipe = Recipe.load(options.recipe)
     console.print(recipe_table(recipe))
     for name, value in recipe.about.items():
-        console.print(f"{name}: {value}", markup=False, highlight=False)
+        console.print(f"{name}: {value}")
     return 0
 
 

@@ -56,5 +56,5 @@ def run(options: argparse.Namespace) -> int:
     show(found, console=console)
     found.recipe.save(target.resolve())
     text = f'turn it on: sparing.approximate(model, "{target}")' if found.holds else "it leaves every layer exact"
-    console.print(f"wrote {target}; {text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"wrote {target}; {text}", soft_wrap=True)
     return 0

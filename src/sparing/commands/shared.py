@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparing.measure.verdict import Comparison
+    from sparing.report.terminal import Terminal
     from sparing.tasks.documents import Documents
 
 
@@ -55,11 +56,11 @@ def needs_cli() -> Iterator[None]:
         raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
 
 
-def console_of() -> Any:
+def console_of(*, stderr: bool = False) -> Terminal:
     """At least 100 columns wide: a number that is cut off is worse than a line that wraps."""
     with needs_cli():
-        from rich.console import Console
-    return Console(width=max(100, Console().width), emoji=False)
+        from sparing.report.terminal import Terminal
+    return Terminal(width=max(100, Terminal().width), stderr=stderr)
 
 
 @contextmanager
@@ -67,16 +68,16 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar with the time left on standard error, where that is a terminal; nothing of transformers beside it."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # processes inherit this
     with needs_cli():
-        from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import TimeElapsedColumn, TimeRemainingColumn
         from transformers.utils import logging
+
+        from sparing.report.terminal import Terminal, progress
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    console = Console(stderr=True)
-    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading the model", total=None)
-        yield lambda text, done, steps: bar.update(task, description=text, completed=done, total=steps)
+    console = Terminal(stderr=True)
+    more = (TimeElapsedColumn(), TimeRemainingColumn())
+    with progress(console, "loading the model", *more, disable=not console.is_terminal) as tell:
+        yield tell
 
 
 def documents_of(options: argparse.Namespace) -> Documents | None:
@@ -113,8 +114,6 @@ def _target(option: str, path: str) -> Path:
 
 def write_files(found: Comparison, targets: dict[str, Path]) -> None:
     """A comparison as JSON or as a page, whole or not at all; says what was written."""
-    from rich.console import Console
-
     from sparing.measure.cells import write_whole
 
     for name, target in targets.items():
@@ -124,7 +123,7 @@ def write_files(found: Comparison, targets: dict[str, Path]) -> None:
             write_whole(target.resolve(), page(found))  # what a link leads to, not the link
         else:
             write_whole(target.resolve(), found.to_json())
-        Console(stderr=True).print(f"wrote {target}", markup=False, soft_wrap=True)
+        console_of(stderr=True).print(f"wrote {target}", soft_wrap=True)
 
 
 def cache_of(options: argparse.Namespace) -> Path | None:

@@ -73,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
             outcomes.append(measure(each, settings, store, progress=progress))
         report.show(outcomes[-1], console=console)
         written = write(outcomes[-1], folder)
-        console.print(f"wrote {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
     if len(outcomes) > 1:
         report.show_all(outcomes, console=console)
     if options.write_docs is not None:
         write_whole(Path(options.write_docs).resolve(), report.ledger(outcomes))
-        console.print(f"wrote {options.write_docs}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"wrote {options.write_docs}", soft_wrap=True)
     return 0

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if main:
         report.show_end(found, console=console)
         for path in report.write(found, folder):
-            console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"wrote {path}", soft_wrap=True)
         if config.tuned:
-            console.print(f"wrote {folder / 'model'}, which transformers loads", markup=False, soft_wrap=True)
+            console.print(f"wrote {folder / 'model'}, which transformers loads", soft_wrap=True)
     return 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from sparing.measure.results import (
     PEER_TARGET,
@@ -21,16 +19,17 @@ from sparing.measure.results import (
     baseline,
 )
 from sparing.measure.timing import Interval
+from sparing.report.terminal import Terminal
 
 
-def show(bench: Bench, *, console: Console | None = None) -> None:
+def show(bench: Bench, *, console: Terminal | None = None) -> None:
     """Print everything. A table is as wide as it must: lines that wrap are better than a number that is cut off."""
-    console = console or Console()
-    console.print(Text(head(bench)))
+    console = console or Terminal()
+    console.print(head(bench))
     for table in tables(bench):
-        needed = Console(width=1000).measure(table).maximum
-        Console(width=max(console.width, needed), file=console.file).print(table)
-    console.print(Text(notes(bench)))
+        needed = Terminal(width=1000).measure(table).maximum
+        Terminal(width=max(console.width, needed), file=console.file).print(table)
+    console.print(notes(bench))
 
 
 def tables(bench: Bench) -> list[Table]:

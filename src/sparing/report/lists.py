@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from sparing.method import Method, Supports, methods
@@ -33,20 +32,20 @@ def methods_table() -> Table:
         table.add_column(name, no_wrap=name != "what it is")
     for name, method in methods().items():
         star = " *" if method.oracle else ""
-        table.add_row(name + star, method.budget or "-", capabilities(method.supports), escape(_first_line(method)))
+        table.add_row(name + star, method.budget or "-", capabilities(method.supports), _first_line(method))
     return table
 
 
 def recipe_table(recipe: Recipe) -> Table:
     """What each layer of a recipe runs."""
     table = Table(
-        title=f"for {escape(recipe.architecture or 'any architecture')}; layers that are not named run exact attention",
+        title=f"for {recipe.architecture or 'any architecture'}; layers that are not named run exact attention",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     for column in ("layers", "method", "seed", "when"):
         table.add_column(column)
     for name, spec in recipe.layers.items():
-        table.add_row(escape(name), escape(spec), str(recipe.seed_of(name)), recipe.when_of(name))
+        table.add_row(name, spec, str(recipe.seed_of(name)), recipe.when_of(name))
     return table
 
 

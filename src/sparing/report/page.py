@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from importlib.resources import files
+from typing import Any
 
 from sparing.measure.verdict import FASTER, SLOWER, Comparison, Row
 from sparing.report.page_charts import charts, left_out
 from sparing.report.page_table import exact_memory, exact_scores, full_table, heat_map
+from sparing.report.printable import printable
 
 #: In this order: the table must work even if a chart does not.
 _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "crossover", "heads")
@@ -17,7 +19,7 @@ _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "cro
 def page(found: Comparison) -> str:
     """The whole page, with its styles, scripts and plotly's inside; needs plotly and jinja2.
 
-    Jinja escapes every text and the JSON; the scripts write texts as texts.
+    Jinja escapes every text and the JSON; the scripts write texts as texts. Control characters are shown as escapes.
     """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -28,10 +30,11 @@ def page(found: Comparison) -> str:
         raise ModuleNotFoundError(f"{name} is missing; run: pip install 'sparing[cli]'", name=name) from None
     environment = Environment(
         loader=PackageLoader("sparing.report", "static"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, finalize=lambda value: printable(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    environment.filters["breakable"] = lambda spec: escape(spec).replace("(", Markup("(<wbr>"))
+    environment.policies["json.dumps_function"] = lambda value: json.dumps(_shown(value), allow_nan=False)
+    environment.policies["json.dumps_kwargs"] = {}
+    environment.filters["breakable"] = lambda spec: escape(printable(spec)).replace("(", Markup("(<wbr>"))
     titles, rows = full_table(found)
     layers, heat = heat_map(found)
     winner = best(found, FASTER)
@@ -47,6 +50,15 @@ def page(found: Comparison) -> str:
         style=Markup(_static("page.css")), plotly=Markup(_inside_script(library)),
         script=Markup(_inside_script("\n".join(_static(f"{name}.js") for name in _SCRIPTS))),
     )  # fmt: skip
+
+
+def _shown(value: Any) -> Any:
+    """Return JSON with every text in it printable."""
+    if isinstance(value, dict):
+        return {_shown(name): _shown(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(part) for part in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def best(found: Comparison, verdict: str) -> Row | None:

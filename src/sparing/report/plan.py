@@ -7,28 +7,26 @@ import re
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from sparing.measure.timing import Interval
 from sparing.planning.result import Plan
 from sparing.planning.search import Figures
+from sparing.report.terminal import Terminal
 
 _BEST = 3  # candidates that are shown where none is worth it
 
 
-def show(plan: Plan, *, console: Console) -> None:
+def show(plan: Plan, *, console: Terminal) -> None:
     """Print what to do, what is promised and on which figures, and what runs where."""
-    console.print(f"[bold]{escape(plan.reason)}[/]", highlight=False)
+    console.print(plan.reason, style="bold")
     cut = f", {plan.truncated} of them cut" if plan.truncated else ""
     cut += f", {plan.skipped} more left out: empty, of one token, or the same again" if plan.skipped else ""
     threads = plan.machine.get("threads")
     console.print(
         f"{plan.model} ({plan.kind}) on {plan.data}: {plan.documents} documents of up to {plan.tokens} tokens{cut}; "
-        f"{plan.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        f"{plan.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}"
+    )
     console.print(_figures(plan))
     if plan.holds:
         console.print(_layers(plan))
@@ -42,7 +40,7 @@ def _figures(plan: Plan) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     likely = f"with {_percent(promise.confidence)} confidence at least {_percent(promise.coverage)} of documents like"
-    table.add_row("promise", f"{likely} these change by {_percent(promise.tolerance)} at most ({escape(plan.words)})")
+    table.add_row("promise", f"{likely} these change by {_percent(promise.tolerance)} at most ({plan.words})")
     for found in plan.checks:
         table.add_row("held out", _said(found, plan, f" ({_percent(found.most)} of all at most)"))
     if plan.calibration is not None:
@@ -76,7 +74,7 @@ def _layers(plan: Plan) -> Table:
         members = [row for row in rows if row["method"] == spec]
         gain, damage = speeds.get(spec), sum(row["damage"] for row in members)
         table.add_row(
-            escape(together([row["layer"] for row in members])), escape(spec),
+            together([row["layer"] for row in members]), spec,
             "" if gain is None else f"{gain.median:.2f}x", "" if spec == "exact" else _percent(damage),
         )  # fmt: skip
     what = "speed" if plan.objective == "time" else "memory"
@@ -110,7 +108,7 @@ def _candidates(plan: Plan) -> Table:
     table.add_column("attention", justify="right")
     raced = [(one.gain, one.method) for one in plan.candidates if one.gain is not None]
     for gain, method in sorted(raced, reverse=True)[:_BEST]:
-        table.add_row(escape(method), f"{gain.median:.2f}x")
+        table.add_row(method, f"{gain.median:.2f}x")
     return table
 
 

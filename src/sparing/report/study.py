@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from sparing.report.terminal import Terminal
 from sparing.studies import NAMES, study
 from sparing.studies.run import Outcome
 from sparing.studies.study import PAPERS, Settings, Study, Verdict
@@ -51,10 +51,10 @@ def refuse_unused(studies: Sequence[Study], settings: Settings) -> None:
             raise ValueError(f"--{option}: {names} has no use for it")
 
 
-def show(outcome: Outcome, *, console: Console) -> None:
+def show(outcome: Outcome, *, console: Terminal) -> None:
     """Tables, then claims."""
     each = outcome.study
-    console.print(f"{each.name}: {each.title} ({each.where})", style="bold", markup=False, highlight=False)
+    console.print(f"{each.name}: {each.title} ({each.where})", style="bold")
     for found in each.tables(outcome.rows):
         table = _table(title=found.title)
         for number, column in enumerate(found.columns):
@@ -73,12 +73,12 @@ def show(outcome: Outcome, *, console: Console) -> None:
             f"{claim.states} ({where})", f"paper: {claim.paper}", f"ours: {judgement.ours}",
             f"criterion: {claim.criterion}",
         )  # fmt: skip
-        claims.add_row(Text(judgement.verdict, style=_COLOURS[judgement.verdict]), Text("\n".join(lines)))
+        claims.add_row(Text(judgement.verdict, style=_COLOURS[judgement.verdict]), "\n".join(lines))
     console.print(claims)
-    console.print(f"{outcome.seconds:.0f} s of work", style="dim", highlight=False)
+    console.print(f"{outcome.seconds:.0f} s of work", style="dim")
 
 
-def show_all(outcomes: Sequence[Outcome], *, console: Console) -> None:
+def show_all(outcomes: Sequence[Outcome], *, console: Terminal) -> None:
     """A line for each study; questions of ours are counted apart."""
     table = _table(title="All studies: the papers' claims")
     for column in ("study", "seconds", *_COLOURS, "ours"):

@@ -5,38 +5,37 @@ from __future__ import annotations
 import math
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from sparing.measure.estimate import Estimate
 from sparing.measure.timing import Interval
 from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, percentage, rounded
 from sparing.report.page_table import SCORES
+from sparing.report.terminal import Terminal
 
 _WORDS = {
-    FASTER: "[bold green]safe, faster[/]", SLOWER: "[green]safe, slower[/]", UNSAFE: "[red]not safe[/]",
-    ORACLE: "[dim]oracle[/]", REFUSED: "[dim]refused[/]",
+    FASTER: Text("safe, faster", "bold green"), SLOWER: Text("safe, slower", "green"), UNSAFE: Text("not safe", "red"),
+    ORACLE: Text("oracle", "dim"), REFUSED: Text("refused", "dim"),
 }  # fmt: skip
 _SHOWN = 8  # layers that have columns of their own
 
 
-def show(found: Comparison, *, console: Console, layers: bool = False) -> None:
+def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
     """Print the summary and the table; with `layers`, the errors of each layer, too."""
-    console.print(f"[bold]{escape(found.summary)}[/]", highlight=False)
+    console.print(found.summary, style="bold")
     cut = f", {found.truncated} of them cut" if found.truncated else ""
     cut += f", {found.skipped} more left out for having no text or one token" if found.skipped else ""
     console.print(
         f"{found.model} ({found.kind}) on {found.data}: {found.documents} documents of up to {found.tokens} "
-        f"tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        f"tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads"
+    )
     if scores := _against_labels(found):
-        console.print(f"against the labels, the exact model: {scores}", markup=False, highlight=False)
+        console.print(f"against the labels, the exact model: {scores}")
     console.print(comparison_table(found))
     for row in found.rows:
         if row.refused is not None:
-            console.print(f"{row.method}: {row.refused}", markup=False, highlight=False)
+            console.print(f"{row.method}: {row.refused}")
     if layers and any(row.layers for row in found.rows):
         console.print(layer_table(found))
 
@@ -56,7 +55,7 @@ def comparison_table(found: Comparison) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in found.rows:
-        table.add_row(escape(row.method), *_numbers(row), _WORDS[row.verdict])
+        table.add_row(row.method, *_numbers(row), _WORDS[row.verdict])
     return table
 
 
@@ -75,7 +74,7 @@ def layer_table(found: Comparison) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         star = " *" if row.verdict == ORACLE else ""
-        table.add_row(escape(row.method) + star, *_by_layer([x.total for x in row.layers], count), _worst_head(row))
+        table.add_row(row.method + star, *_by_layer([x.total for x in row.layers], count), _worst_head(row))
         bars = [layer.bar for layer in row.layers if layer.bar is not None]
         if bars:
             cells = [f"{bar:.2f}" for bar in bars] if count <= _SHOWN else [f"{min(bars):.2f} at least"]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from sparing.measure.cells import write_whole
 from sparing.measure.machine import machine
+from sparing.report.terminal import Terminal
 from sparing.studies.figure import panels, style, write_figure
 from sparing.tasks.kinds import KINDS
 from sparing.training.config import Config
@@ -33,7 +33,7 @@ def tasks_table() -> Table:
     for name in ("task", "length", "what is asked", "--data"):
         table.add_column(name, no_wrap=name != "what is asked", justify="right" if name == "length" else "left")
     for name, kind in KINDS.items():
-        table.add_row(name, str(kind.length), kind.about, escape(kind.data))
+        table.add_row(name, str(kind.length), kind.about, kind.data)
     return table
 
 
@@ -43,7 +43,7 @@ def short(config: Config) -> str:
     return f"{method[:40]}-{config.fingerprint[:6]}"
 
 
-def show_start(training: Training, again: bool, *, console: Any) -> None:
+def show_start(training: Training, again: bool, *, console: Terminal) -> None:
     """What is about to happen."""
     task, config = training.task, training.config
     weights = sum(weight.numel() for weight in training.bare.parameters() if weight.requires_grad)
@@ -57,10 +57,10 @@ def show_start(training: Training, again: bool, *, console: Any) -> None:
         lines[1] += f", {training.accelerator.num_processes} processes"
     if again:
         lines.append(f"goes on from step {training.step}")
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True)
 
 
-def show_end(found: Trained, *, console: Any) -> None:
+def show_end(found: Trained, *, console: Terminal) -> None:
     """Records, and the best one beside chance."""
     columns = [name for name in found.records[0] if name != "step"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -77,8 +77,8 @@ def show_end(found: Trained, *, console: Any) -> None:
     console.print(
         f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that knows how often each answer "
         f"occurs and no more has {chance:.4g}{order}: {said}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        soft_wrap=True,
+    )
 
 
 def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Sequence[float]) -> str:
