@@ -113,6 +113,8 @@ def test_a_recipe_is_shown(capsys, tmp_path):
         ("{", "not"),
         ("[]", "JSON object"),
         ('{"format": 99, "version": 99, "layers": {}}', "not known"),
+        ("[" * 100_000, "nested more than 64 levels deep"),
+        ("9" * 10_000, "an integer of thousands of digits"),
     ],
 )
 def test_files_that_are_none_of_ours_are_named(command, text, words, capsys, tmp_path):
@@ -130,7 +132,7 @@ def test_a_report_that_lacks_something_is_named(capsys, tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"format": 1, "rows": [{"method": "window"}]}')
     assert main(["report", str(path)]) == 2
-    assert "lacks something, or has too much" in capsys.readouterr().err
+    assert "is not a comparison as sparing writes it: it has no 'model', 'kind'" in capsys.readouterr().err
 
 
 def test_files_are_what_the_user_named(capsys, tmp_path, monkeypatch):
@@ -165,10 +167,14 @@ def test_a_disk_that_is_full_is_named_and_leaves_nothing(capsys, tmp_path, monke
 
 
 def test_what_nobody_expected_is_one_line_too(capsys, monkeypatch, tmp_path):
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    assert main(["report", str(tmp_path / "deep.json")]) == 2
-    assert capsys.readouterr().err.startswith("sparing report: RecursionError: ")
-    with pytest.raises(RecursionError):
-        main(["report", str(tmp_path / "deep.json"), "--debug"])
+    def broken(text):
+        raise KeyError("a mistake of ours\n")
+
+    (tmp_path / "x.json").write_text("{}")
+    monkeypatch.setattr("sparing.measure.verdict.Comparison.from_json", broken)
+    assert main(["report", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.startswith("sparing report: KeyError: ")
+    with pytest.raises(KeyError):
+        main(["report", str(tmp_path / "x.json"), "--debug"])
     assert main(["plan", "-o", str(tmp_path / "recipe")]) == 2
     assert "a recipe is a .json file" in capsys.readouterr().err

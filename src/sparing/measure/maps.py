@@ -30,6 +30,13 @@ class Map:
     side: int  #: blocks of queries, and blocks of keys
     pixels: str  #: base64 of side x side bytes, a row for each block of queries: 255 * sqrt(share of its weight)
 
+    def is_whole(self) -> bool:
+        """Whether the pixels are as many as the side asks for."""
+        try:
+            return 0 < self.side <= SIZE and len(base64.b64decode(self.pixels, validate=True)) == self.side**2
+        except ValueError:
+            return False
+
 
 def can_draw(method: Method) -> bool:
     """Whether it has weights to draw: not where values are sampled, nor where an oracle chooses by the values."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparing.from_json import build, parse
 from sparing.measure.crossover import MARGIN, Point, crossover
 from sparing.measure.estimate import Estimate, estimate
 from sparing.measure.maps import Map
@@ -73,9 +74,9 @@ class Comparison:
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        """What `to_json` wrote."""
+        """Read what `to_json` wrote; a ValueError names the part that is wrong."""
         try:
-            held = json.loads(text)
+            held = parse(text)
         except ValueError as error:
             raise ValueError(f"a comparison is JSON, and this is not: {error}") from None
         if not isinstance(held, dict) or "format" not in held:
@@ -83,10 +84,28 @@ class Comparison:
         if held.pop("format") != FORMAT:
             raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}")
         try:
-            maps = tuple(Map(**each) for each in held["maps"])
-            return cls(**{**held, "rows": tuple(_row(row) for row in held["rows"]), "maps": maps})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a comparison lacks something, or has too much: {error}") from None
+            found = build(cls, held)
+            found._check()
+        except ValueError as error:
+            raise ValueError(f"this is not a comparison as sparing writes it: {error}") from None
+        return found
+
+    def _check(self) -> None:
+        """Refuse what types cannot: reports rely on it."""
+        if not math.isfinite(self.tolerance):
+            raise ValueError("tolerance must be a number, not None")
+        for number, row in enumerate(self.rows):
+            if row.verdict not in (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED):
+                raise ValueError(f"rows[{number}].verdict={row.verdict!r} is not known")
+            if (row.refused is None) == (row.verdict == REFUSED):
+                raise ValueError(f"rows[{number}].refused says why the verdict is {REFUSED!r}, and nothing else")
+            if row.refused is None and (row.error is None or (row.change is None and row.verdict != ORACLE)):
+                raise ValueError(f"rows[{number}] has no change or no error")
+            if any(not layer.heads for layer in row.layers):
+                raise ValueError(f"rows[{number}].layers: a layer has no heads")
+        for number, each in enumerate(self.maps):
+            if not each.is_whole():
+                raise ValueError(f"maps[{number}].pixels must be base64 of side x side bytes, side={each.side}")
 
 
 _PARTS = ("substitution", "approximation")
@@ -229,31 +248,6 @@ def _layer(same: Sequence[dict[str, Any]]) -> LayerError:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _row(held: dict[str, Any]) -> Row:
-    numbers = {name: None if held[name] is None else _estimate(held[name]) for name in ("change", "error")}
-    if held["verdict"] not in (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED):
-        raise KeyError(f"verdict {held['verdict']!r}")
-    if held["refused"] is None and (held["error"] is None or (held["change"] is None and held["verdict"] != ORACLE)):
-        raise KeyError("change and error")
-    layers = tuple(
-        LayerError(**{**layer, **{x: _number(layer[x]) for x in (*_PARTS, "total")}, "heads": heads})
-        for layer in held["layers"]
-        for heads in [tuple(_number(head) for head in layer["heads"])]
-    )
-    time = None if held["time"] is None else _seconds(held["time"])
-    points = tuple(Point(each["length"], Interval(*each["ratio"])) for each in held["points"])
-    return Row(**{**held, **numbers, "layers": layers, "time": time, "points": points})
-
-
-def _number(held: float | None) -> float:
-    """JSON has no NaN."""
-    return math.nan if held is None else held
-
-
-def _estimate(held: dict[str, Any]) -> Estimate:
-    return Estimate(**{**held, "mean": _number(held["mean"])})
 
 
 def _seconds(held: dict[str, Any]) -> Seconds:

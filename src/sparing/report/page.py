@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from sparing.measure.verdict import FASTER, SLOWER, Comparison, Row
+from sparing.report.numbers import finite
 from sparing.report.page_charts import charts, left_out
 from sparing.report.page_table import exact_memory, exact_scores, full_table, heat_map
 from sparing.report.printable import printable
@@ -58,7 +59,7 @@ def _shown(value: Any) -> Any:
         return {_shown(name): _shown(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_shown(part) for part in value]
-    return printable(value) if isinstance(value, str) else value
+    return printable(value) if isinstance(value, str) else finite(value) if isinstance(value, float) else value
 
 
 def best(found: Comparison, verdict: str) -> Row | None:

@@ -70,7 +70,9 @@ def _heat(row: Row, name: str, position: int) -> Heat:
         wrong, head = max(heads)
         more += f"; worst head {head}: {error(wrong)}"
     # The root shows differences between small errors, too.
-    return Heat("?" if total is None else f"{total:.2f}", None if total is None else min(total, 1.0) ** 0.5, more)
+    return Heat(
+        "?" if total is None else f"{total:.2f}", None if total is None else min(max(total, 0.0), 1.0) ** 0.5, more
+    )
 
 
 def _number(value: float | None, text: Callable[[float], str]) -> Cell:
