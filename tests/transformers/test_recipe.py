@@ -102,15 +102,36 @@ def test_a_recipe_fits_with_and_without_a_head(tmp_path):
         assert torch.equal(run(model, given), out)
 
 
-def test_a_spec_in_the_config_serves_every_layer(tmp_path):
+def test_a_pattern_in_the_config_serves_every_layer(tmp_path):
     model, given = build("bert"), inputs("bert")
     model.save_pretrained(tmp_path)
     with sparing.approximate(model, "nystrom(landmarks=4)"):
         out = run(model, given)
     config = AutoConfig.from_pretrained(tmp_path)
-    config.sparing = "nystrom(landmarks=4)"
+    config.sparing = sparing.Recipe({"*": "nystrom(landmarks=4)"}).to_dict()
     loaded = AutoModel.from_pretrained(tmp_path, config=config, attn_implementation="sparing").eval()
     assert torch.equal(run(loaded, given), out)
+
+
+@pytest.mark.parametrize("held", ["recipe.json", "nystrom", ["nystrom"], 3], ids=str)
+def test_a_config_cannot_name_a_file(held, tmp_path, monkeypatch):
+    """A config comes from elsewhere: what it names is not read from this machine, and a spec is not a recipe either."""
+    monkeypatch.chdir(tmp_path)
+    sparing.Recipe({"*": "nystrom"}).save("recipe.json")
+    model = build("bert")
+    model.config.sparing = held
+    message = (
+        r"the model's config has sparing=.*a config holds the recipe's JSON itself; del model.config.sparing, and pass"
+    )
+    with pytest.raises(ValueError, match=message):
+        sparing.approximate(model)
+    sparing.transformers.register()
+    model.set_attn_implementation("sparing")
+    with pytest.raises(ValueError, match=message):
+        run(model, inputs("bert"))
+    del model.config.sparing  # the way out
+    with sparing.approximate(model, "recipe.json") as handle:
+        assert set(handle.layers.values()) == {"nystrom(landmarks=64)"}
 
 
 def test_a_name_without_a_recipe_is_an_error():
@@ -131,7 +152,7 @@ def test_layers_without_numbers_are_not_guessed(tmp_path):
         run(loaded, inputs("bart"))
 
     everywhere = build("bart")
-    everywhere.config.sparing = "nystrom"
+    everywhere.config.sparing = sparing.Recipe({"*": "nystrom"}).to_dict()
     everywhere.set_attn_implementation("sparing")
     with pytest.raises(RuntimeError, match="which of the model's stacks a layer belongs to cannot be seen"):
         run(everywhere, inputs("bart"))
@@ -171,6 +192,15 @@ BAD = [
     ({"version": 1, "layers": {"*": "windowed"}}, "unknown name 'windowed'"),
     ({"version": 1, "layers": {"*": 3}}, "must map names to spec strings"),
     ({"version": 1, "layers": {"*": "exact"}, "seed": "x"}, "seed='x'"),
+    ({"version": 1, "layers": {"*": "nystrom(landmarks=0)"}}, r"recipe.json': recipe: layers\['\*'\]: nystrom: landmarks=0"),
+    ({"version": True, "layers": {}}, "version True is not known"),
+    ({"version": 1, "layers": ["exact"]}, r"recipe.json': recipe: layers=\['exact'\] must map"),
+    ({"version": 1, "layers": {}, "seed": [1]}, r"recipe.json': recipe: seed=\[1\] must be an integer"),
+    ({"version": 1, "layers": {}, "seed": {"*": 1.5}}, r"recipe.json': recipe: seed=1.5 must be an integer"),
+    ({"version": 1, "layers": {}, "when": ["always"]}, r"recipe.json': recipe: when=\['always'\] is not one of"),
+    ({"version": 1, "layers": {}, "when": {"*": {}}}, r"recipe.json': recipe: when=\{\} is not one of"),
+    ({"version": 1, "layers": {}, "architecture": 3}, "recipe.json': recipe: architecture=3 must be a model_type"),
+    ({"version": 1, "layers": {}, "about": "mine"}, "recipe.json': recipe: about='mine' must be a mapping"),
     ({"version": 1, "layers": {"encoder.layer.9*": "exact"}}, r"names 'encoder\.layer\.9\*', which is no attention layer"),
     ({"version": 1, "layers": {"*": "exact"}, "architecture": "llama"}, "the recipe is for 'llama', but the model is 'bert'"),
 ]  # fmt: skip
@@ -187,10 +217,31 @@ def test_bad_recipes_are_refused(content, message, tmp_path):
     assert not hasattr(model.config, "sparing")
 
 
-def test_a_file_that_is_no_json(tmp_path):
-    (tmp_path / "recipe.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "column 2"),
+        ("\xff", "can't decode"),
+        ('{"version": 1, "layers": {}, "about": ' + "[" * 200_000, "nested more than 64 levels deep"),
+        (
+            '{"version": 1, "layers": {}, "about": {"a": ' + "[" * 80 + "]" * 80 + "}}",
+            "nested more than 64 levels deep",
+        ),
+        ('{"version": 1, "layers": {}, "seed": ' + "9" * 10_000 + "}", "an integer of thousands of digits"),
+    ],
+    ids=range(5),
+)
+def test_a_file_that_cannot_be_read_as_json(text, message, tmp_path):
+    (tmp_path / "recipe.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"recipe: .*recipe.json' is not JSON: .*{message}"):
         sparing.Recipe.load(tmp_path / "recipe.json")
+
+
+def test_a_recipe_in_python_is_checked_as_well():
+    with pytest.raises(TypeError, match="seed must map names of layers, got 3"):
+        sparing.Recipe({}, seed={3: 1})
+    with pytest.raises(ValueError, match="unknown entries 3, speed; known: version"):
+        sparing.Recipe.of({"version": 1, "layers": {}, 3: 3, "speed": 4})
 
 
 def test_saving_is_whole_or_nothing(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def composite():
     return transformers.EncoderDecoderModel(config).eval()
 
 
-@pytest.mark.parametrize("before", [None, "nystrom(landmarks=2)"])
+@pytest.mark.parametrize("before", [None, sparing.Recipe({"*": "nystrom(landmarks=2)"}).to_dict()])
 def test_a_composite_config_gets_its_recipe_back(before):
     model = composite()
     if before is not None:
@@ -50,7 +50,7 @@ def test_whole_and_part_are_restored_in_any_order(bert, part, whole_spec, part_s
 def by_name(name, spec=WINDOW):
     model = build(name)
     sparing.transformers.register()
-    model.config.sparing = spec
+    model.config.sparing = sparing.Recipe({"*": spec}).to_dict()
     model.set_attn_implementation("sparing")
     return model
 

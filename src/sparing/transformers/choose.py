@@ -25,10 +25,9 @@ def choose(
 ) -> tuple[dict[int, Choice], dict[int, str]]:
     """The layers' choices by number, and why layers that were not named stay exact."""
     if what is None:
-        what = getattr(getattr(model, "config", None), "sparing", None)
+        what = Recipe.of_config(getattr(model, "config", None))
         if what is None:
             raise ValueError("what: the model's config holds no recipe; pass a method, such as 'window(size=256)'")
-        what = Recipe.of(what)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed={seed!r} must be an integer or None")
     if when is not None and when not in WHEN:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sparing.from_json import parse
 from sparing.method import Method
 from sparing.method import method as _method
 from sparing.transformers.slot import WHEN
@@ -46,14 +47,31 @@ class Recipe:
         for name, spec in self.layers.items():
             if not isinstance(name, str) or not isinstance(spec, str):
                 raise TypeError(f"recipe: layers must map names to spec strings, got {name!r}: {spec!r}")
-            _method(spec)
-        for seed in self.seed.values() if isinstance(self.seed, Mapping) else (self.seed,):
+            try:
+                _method(spec)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"recipe: layers[{name!r}]: {error}") from None
+        for seed in self._values("seed"):
             if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
                 raise TypeError(f"recipe: seed={seed!r} must be an integer or None")
-        for when in self.when.values() if isinstance(self.when, Mapping) else (self.when,):
+        for when in self._values("when"):
             if when not in WHEN:
                 raise ValueError(f"recipe: when={when!r} is not one of {', '.join(map(repr, WHEN))}")
+        if not isinstance(self.architecture, str | None):
+            raise TypeError(f"recipe: architecture={self.architecture!r} must be a model_type such as 'bert', or None")
+        if not isinstance(self.about, Mapping):
+            raise TypeError(f"recipe: about={self.about!r} must be a mapping")
         object.__setattr__(self, "layers", dict(self.layers))
+
+    def _values(self, field: str) -> Iterable[Any]:
+        """Return the one value of a field, or those of its layers."""
+        held = getattr(self, field)
+        if not isinstance(held, Mapping):
+            return (held,)
+        for name in held:
+            if not isinstance(name, str):
+                raise TypeError(f"recipe: {field} must map names of layers, got {name!r}")
+        return held.values()
 
     @classmethod
     def of(cls, source: Recipe | Mapping[str, Any] | str | os.PathLike[str]) -> Recipe:
@@ -61,31 +79,50 @@ class Recipe:
         if isinstance(source, Recipe):
             return source
         if isinstance(source, Mapping):
-            return cls._read(source, "recipe")
+            return cls._read(source)
         if is_path(source):
             return cls.load(source)
         return cls({"*": str(source)})
 
     @classmethod
+    def of_config(cls, config: Any) -> Recipe | None:
+        """Return the recipe that a model's config holds, or None.
+
+        A config comes with a model from elsewhere. It holds the recipe itself: a name of a file there would be read
+        from this machine.
+        """
+        found = getattr(config, "sparing", None)
+        if found is not None and not isinstance(found, Mapping):
+            raise ValueError(
+                f"the model's config has sparing={found!r}, which is not a recipe: a config holds the recipe's JSON "
+                "itself; del model.config.sparing, and pass a spec or a path to sparing.approximate(model, ...)"
+            )
+        return None if found is None else cls._read(found)
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
         """Read a recipe from a JSON file."""
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = parse(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FileNotFoundError(f"recipe: there is no file {os.fspath(path)!r}") from None
         except ValueError as error:
             raise ValueError(f"recipe: {os.fspath(path)!r} is not JSON: {error}") from None
-        return cls._read(found, os.fspath(path))
+        try:
+            return cls._read(found)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(path)!r}: {error}") from None
 
     @classmethod
-    def _read(cls, found: Any, label: str) -> Recipe:
+    def _read(cls, found: Any) -> Recipe:
         if not isinstance(found, Mapping) or "layers" not in found:
-            raise ValueError(f"{label}: a recipe is a JSON object with 'version' and 'layers'")
-        if found.get("version") != VERSION:
-            raise ValueError(f"{label}: version {found.get('version')!r} is not known; this sparing reads {VERSION}")
-        unknown = set(found) - set(_KNOWN)
+            raise ValueError("recipe: it must be a JSON object with 'version' and 'layers'")
+        version = found.get("version")
+        if type(version) is not int or version != VERSION:
+            raise ValueError(f"recipe: version {version!r} is not known; this sparing reads {VERSION}")
+        unknown = [str(name) for name in found if name not in _KNOWN]
         if unknown:
-            raise ValueError(f"{label}: unknown entries {', '.join(sorted(unknown))}; known: {', '.join(_KNOWN)}")
+            raise ValueError(f"recipe: unknown entries {', '.join(sorted(unknown))}; known: {', '.join(_KNOWN)}")
         when = found.get("when", "always")
         return cls(found["layers"], found.get("seed", 0), found.get("architecture"), found.get("about", {}), when)
 
@@ -130,7 +167,7 @@ class Recipe:
         """The name of a layer by its number, where the layers are one numbered stack; None where that is not clear."""
         if list(self.layers) == ["*"]:
             return f"layer {index}"
-        matches = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in self.layers]
+        matches = [re.fullmatch(r"(\D*)(\d{1,9})(\D*)", name) for name in self.layers]
         if not all(matches) or len({m.group(1, 3) for m in matches if m}) != 1:
             return None
         names = {int(m.group(2)): m.group() for m in matches if m}

@@ -29,13 +29,12 @@ def resolve(module: nn.Module) -> Slot:
     label = type(module).__name__
     if getattr(config, "_attn_implementation", None) == CHOSEN:
         return Slot(label)  # nobody chose anything for this layer; others share its config
-    found = getattr(config, "sparing", None)
-    if found is None:
+    recipe = Recipe.of_config(config)
+    if recipe is None:
         raise RuntimeError(
             f"{label}: attn_implementation='sparing', but the config holds no recipe; "
             "call sparing.approximate(model, method)"
         )
-    recipe = Recipe.of(found)
     way_out = "call sparing.approximate(model) once after loading"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise RuntimeError(f"{label}: which of the model's stacks a layer belongs to cannot be seen from it; {way_out}")
