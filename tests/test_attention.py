@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -328,9 +329,43 @@ def test_public_names_exist():
     [("random_features(features={})", "features"), ("linformer(rank={})", "rank"), ("lsh(rounds={})", "rounds")],
 )
 def test_tables_that_no_memory_holds_are_refused_before_they_are_made(spec, knob, impl):
-    q = torch.randn(1, 2, 16, 8)
-    with pytest.raises(MemoryError, match=rf"{knob}=1000000000000 needs tables of about .* GiB, .* lower {knob}"):
-        sparing.attention(q, q, q, method=spec.format(10**12), seed=0, impl=impl)
+    q = torch.randn(4, 16, 16, 64)
+    with pytest.raises(MemoryError, match=rf"{knob}=2000000000 needs tables of about .* GiB, .* lower {knob}"):
+        sparing.attention(q, q, q, method=spec.format(2 * 10**9), seed=0, impl=impl)
     for spec in ("yoso(bits=17)", "lsh(buckets=100000)"):
         with pytest.raises(ValueError, match=r"(bits=17|buckets=100000) must be at most (16|65536)"):
             sparing.method(spec)
+
+
+@pytest.mark.parametrize("numbers", [2**50, 2**62])
+@pytest.mark.parametrize("call", [sparing.attention, sparing.inspect])
+def test_a_call_that_runs_out_of_memory_says_whose_and_what_to_do(call, numbers):
+    @dataclass(frozen=True, kw_only=True)
+    class Hungry(sparing.Method):
+        name = "_hungry"
+        budget = "meals"
+        meals: int = 3
+
+        def reference(self, q, k, v, call):
+            return torch.empty(numbers)
+
+    q = torch.randn(1, 2, 16, 8)
+    message = (
+        r"^_hungry\(meals=3\): query \[1, 2, 16, 8\] and key \[1, 2, 16, 8\] need more memory .*; lower meals, or "
+    )
+    with pytest.raises(MemoryError, match=message) as caught:
+        call(q, q, q, method=Hungry())
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_of_a_method_stay_as_they_are():
+    @dataclass(frozen=True, kw_only=True)
+    class Broken(sparing.Method):
+        name = "_broken"
+
+        def reference(self, q, k, v, call):
+            raise RuntimeError("a mistake")
+
+    q = torch.randn(1, 2, 16, 8)
+    with pytest.raises(RuntimeError, match=r"^a mistake$"):
+        sparing.attention(q, q, q, method=Broken())

@@ -6,9 +6,10 @@ refusals, and entries that are infinite or NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, ParamSpec, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from sparing.method import method as _method
 from sparing.quarantine import LARGEST_SCALE, Wide, quarantine
 
 Impl = Literal["auto", "reference", "native"]
+P = ParamSpec("P")
+#: What torch says where a processor has no memory left, or the bytes of a tensor do not fit 64 bits.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "size calculation overflowed", "std::bad_alloc")
 
 
 class Inspection(NamedTuple):
@@ -128,6 +132,28 @@ def inspect(
     return Inspection(shaped.restore(output), notes.pop("lse", None), notes)
 
 
+def _naming_memory(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Let a call that ran out of memory raise a MemoryError that names the method, the sizes and the way out."""
+
+    @functools.wraps(run)
+    def named(*args: P.args, **options: P.kwargs) -> Tensor:
+        try:
+            return run(*args, **options)
+        except RuntimeError as error:
+            why = next((line for line in str(error).splitlines() if any(map(line.__contains__, _NO_MEMORY))), None)
+            if why is None:
+                raise
+            query, key, chosen = cast(Tensor, args[0]), cast(Tensor, args[1]), _method(cast(str, args[8]))
+            lower = "" if chosen.budget is None else f"lower {chosen.budget}, or "
+            raise MemoryError(
+                f"{chosen}: query {list(query.shape)} and key {list(key.shape)} need more memory than there is; "
+                f"{lower}pass fewer sequences or heads at once ({why})"
+            ) from None
+
+    return named
+
+
+@_naming_memory
 def _run(
     query: Tensor,
     key: Tensor,
