@@ -1,6 +1,6 @@
 """Spec strings, fields and the registry."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -36,10 +36,20 @@ def test_str_parses_back(landmarks, iterations, solver):
 @pytest.mark.parametrize(
     "spec",
     ["", "nystrom(", "nystrom)(", "nystrom(64)", "nystrom(landmarks)", "nystrom(landmarks=2+2)", "a.b", "nystrom; exact",
-     "nystrom(landmarks=__import__('os'))", "nystrom(landmarks=1, landmarks=2)", "nystrom(**{})", "3", "exact\0"],
+     "nystrom(landmarks=__import__('os'))", "nystrom(landmarks=1, landmarks=2)", "nystrom(**{})", "3", "exact\0",
+     "exact\ud800", "nystrom(landmarks='\ud800')", "nystrom(landmarks=" + "-" * 900 + "1)", "-" * 999, "[" * 999,
+     "nystrom(landmarks={[]: 1})", "9" * 999],
 )  # fmt: skip
 def test_nothing_else_parses(spec):
     with pytest.raises(ValueError, match="method: cannot read the spec"):
+        method(spec)
+
+
+@pytest.mark.parametrize(
+    "spec", ["(" * 5000, "-" * 5000, "9" * 10_000, "nystrom(landmarks=" + "9" * 10_000 + ")", "a" * 10**6]
+)
+def test_long_specs_are_refused_before_they_are_parsed(spec):
+    with pytest.raises(ValueError, match=rf"^method: the spec .*\.\.\. has {len(spec)} characters; it may have 1000$"):
         method(spec)
 
 
@@ -69,6 +79,37 @@ def test_fields_are_checked(spec, kind, words):
     with pytest.raises(kind) as caught:
         method(spec)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**900])
+def test_every_integer_has_an_upper_bound(value):
+    """Before anything overflows: the fields of all methods, oracles included."""
+    seen = 0
+    for name, cls in sparing.methods().items():
+        for each in fields(cls):
+            if "choices" in each.metadata or int not in (type(each.default), each.metadata.get("kind")):
+                continue
+            seen += 1
+            with pytest.raises(ValueError, match=rf"^{name}: {each.name}=.* must be at most \d+$"):
+                method(f"{name}({each.name}={value})")
+    assert seen >= 20
+
+
+@pytest.mark.parametrize("value", ["1e308", "1e31", "1e999", "9" * 900])
+def test_every_float_has_an_upper_bound(value):
+    seen = 0
+    for name, cls in sparing.methods().items():
+        for each in fields(cls):
+            if type(each.default) is float:
+                seen += 1
+                with pytest.raises(ValueError, match=rf"^{name}: {each.name}=.* must be (at most 1e\+30|finite)$"):
+                    method(f"{name}({each.name}={value})")
+    assert seen >= 3
+
+
+def test_errors_of_numbers_that_python_does_not_write():
+    with pytest.raises(ValueError, match="hashes=an integer of 16610 bits must be at most 2147483647"):
+        sparing.methods()["yoso"](hashes=10**5000)
 
 
 def test_number_fields():

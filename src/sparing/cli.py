@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        expected = isinstance(error, ValueError | TypeError | ModuleNotFoundError | OSError)
+        expected = isinstance(error, ValueError | TypeError | ModuleNotFoundError | OSError | MemoryError)
         said = str(error) if expected else f"{type(error).__name__}: {error} (--debug shows where)"
         sys.stderr.write(f"sparing {options.command}: {one_line(said)}\n")
         return 2

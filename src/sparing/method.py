@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 import torch
 from torch import Tensor, nn
 
-from sparing.spec import parse
+from sparing.spec import parse, shown
 
 if TYPE_CHECKING:
     from sparing.call import Call
@@ -131,6 +131,9 @@ class Cost(NamedTuple):
     keys: float | None = None  #: keys, summaries or features that a query touches
 
 
+_MOST: dict[type, float] = {int: 2**31 - 1, float: 1e30}  # of a field that names no maximum
+
+
 def knob(
     default: T,
     *,
@@ -144,7 +147,10 @@ def knob(
     """A field of a method with its default and its allowed range.
 
     kind: the type, beside a default of None; else that of the default. kinds: types, where several are allowed.
+    maximum: 2^31 - 1 for integers and 1e30 for floats if it is not given, so that nothing overflows later.
     """
+    if maximum is None and choices is None:
+        maximum = next((most for each, most in _MOST.items() if each in (kinds or (kind or type(default),))), None)
     limits = {"kind": kind, "kinds": kinds, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
     return field(default=default, metadata={k: v for k, v in limits.items() if v is not None})
 
@@ -274,19 +280,19 @@ def _parsed(spec: str) -> Method:
         settings = {**preset, **settings}
     if name not in _REGISTRY:
         known = ", ".join([*methods(), *_ALIASES])
-        raise ValueError(f"method: unknown name {name!r} in {spec!r}; known methods: {known}")
+        raise ValueError(f"method: unknown name {shown(name)} in {shown(spec)}; known methods: {known}")
     cls = _REGISTRY[name]
     known_fields = [f.name for f in fields(cls)]
     for key in settings:
         if key not in known_fields:
             has = f"its fields are {', '.join(known_fields)}" if known_fields else "it has no fields"
-            raise ValueError(f"method: {name} has no field {key!r} (in {spec!r}); {has}")
+            raise ValueError(f"method: {name} has no field {shown(key)} (in {shown(spec)}); {has}")
     return cls(**settings)
 
 
 def _check_field(owner: Method, name: str, default: Any, limits: Mapping[str, Any]) -> None:
     value = getattr(owner, name)
-    label = f"{owner.name or type(owner).__name__}: {name}={value!r}"
+    label = f"{owner.name or type(owner).__name__}: {name}={shown(value)}"
     if "choices" in limits:
         if not any(value == c and type(value) is type(c) for c in limits["choices"]):
             raise ValueError(f"{label} is not one of {', '.join(map(repr, limits['choices']))}")
@@ -295,7 +301,7 @@ def _check_field(owner: Method, name: str, default: Any, limits: Mapping[str, An
         return
     kind = limits.get("kind", type(default))
     if kind is float and type(value) is int:
-        value = float(value)
+        value = float(value) if value.bit_length() < 1000 else math.inf
         object.__setattr__(owner, name, value)
     kinds = limits.get("kinds", (kind,))
     if type(value) not in kinds and default is not MISSING:
@@ -303,7 +309,7 @@ def _check_field(owner: Method, name: str, default: Any, limits: Mapping[str, An
         raise TypeError(f"{label} must be of type {names}")
     if isinstance(value, bool | str) or not isinstance(value, int | float):
         return
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{label} must be finite")
     for key, ok, sign in (
         ("minimum", lambda x, y: x >= y, "at least"),

@@ -5,6 +5,20 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+LONGEST = 1000  #: characters of a spec, of which no method needs more than 200; Python's parser recurses
+
+
+def shown(value: Any) -> str:
+    """Return a value as Python writes it, for an error: the start alone where it is long.
+
+    >>> shown(10**5000), shown("a" * 100)
+    ('an integer of 16610 bits', "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...")
+    """
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python limits the digits that it writes
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
 
 def split_specs(text: str) -> list[str]:
     """The specs of a comma-separated list; commas inside parentheses belong to a spec."""
@@ -21,12 +35,14 @@ def split_specs(text: str) -> list[str]:
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """`"yoso(hashes=32)"` -> ("yoso", {"hashes": 32}). Literals only; a bare word is a string; nothing is evaluated."""
     wrong = ValueError(
-        f"method: cannot read the spec {spec!r}; write a name, or a name with keyword values such as "
+        f"method: cannot read the spec {shown(spec)}; write a name, or a name with keyword values such as "
         "'yoso(hashes=32, normalize=l2)'"
     )
+    if len(spec) > LONGEST:
+        raise ValueError(f"method: the spec {shown(spec)} has {len(spec)} characters; it may have {LONGEST}")
     try:
         tree = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: of nesting, by version of Python
         raise wrong from None
     if isinstance(tree, ast.Name):
         return tree.id, {}
@@ -38,6 +54,6 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
             raise wrong
         try:
             settings[pair.arg] = pair.value.id if isinstance(pair.value, ast.Name) else ast.literal_eval(pair.value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError, MemoryError):
             raise wrong from None
     return tree.func.id, settings
