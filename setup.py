@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("src/sparing/native/csrc")
+VERSION = re.search(r'__version__ = "(.+)"', Path("src/sparing/version.py").read_text())[1]
 
 
 class BuildKernels(build_ext):
@@ -71,7 +73,7 @@ setup(
             "sparing.native._kernels",
             # The long ones first: all kernels, once for each instruction set.
             sorted((str(p) for p in CSRC.glob("*.cpp")), key=lambda path: (path.endswith("_ops.cpp"), path)),
-            depends=sorted(str(p) for p in CSRC.glob("*.h")),
+            depends=["src/sparing/version.py", *sorted(str(p) for p in CSRC.glob("*.h"))],
             extra_compile_args=[
                 "-std=c++20",
                 "-O3",
@@ -80,6 +82,7 @@ setup(
                 "-Wall",
                 "-Wextra",
                 "-Wno-psabi",  # vectors never cross a compiled boundary
+                f'-DSPARING_VERSION="{VERSION}"',
                 "-DTORCH_TARGET_VERSION=0x020a000000000000",
                 *os.environ.get("SPARING_CXXFLAGS", "").split(),
             ],

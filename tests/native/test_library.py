@@ -1,9 +1,12 @@
 """Loading the kernels, saying what was loaded, and doing without."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.autograd import forward_ad
 import sparing
 from sparing import native
 from sparing.methods.window import Window
+from sparing.native import library
 
 from kernel_tools import needs_kernels
 
@@ -64,6 +68,80 @@ def test_without_a_library_everything_works_and_one_warning_tells():
     out, err = fresh(code, SPARING_NATIVE_LIBRARY="")  # asked for: no warning
     assert out.split() == ["False", "36.0", "36.0"]
     assert "kernels" not in err
+
+
+def stub(folder, *functions):
+    """A library with these functions, that say "0.0.1" or what they are given."""
+    source = folder / "stub.c"
+    source.write_text("\n".join(f'const char* {name}(void) {{ return "{says}"; }}' for name, says in functions))
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "stub.so", source], check=True)
+    return folder / "stub.so"
+
+
+OURS = (("sparing_isa", "portable"), ("sparing_use_isa", ""))
+
+
+def library_that_is_not_ours(kind, folder):
+    if kind == "missing":
+        return folder / "none.so"
+    if kind == "a folder":
+        return folder
+    if kind == "text":
+        (folder / "text.so").write_text("no library")
+        return folder / "text.so"
+    if kind == "another library":
+        return Path(torch.__file__).parent / "lib" / "libc10.so"
+    return stub(folder, *OURS, *([] if kind == "no version" else [("sparing_version", "0.0.1")]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "none.so cannot be loaded: .*No such file"),
+        ("a folder", "cannot be loaded: .*(cannot read file data|[Dd]irectory)"),
+        ("text", "text.so cannot be loaded: .*(invalid ELF header|file too short)"),
+        ("another library", "libc10.so is not a build of this version's kernels: .*sparing_version"),
+        ("no version", "stub.so is not a build of this version's kernels: .*sparing_version"),
+        ("old version", f"stub.so was built for sparing 0.0.1, and this is {sparing.__version__}: build it again"),
+    ],
+)
+def test_a_library_that_is_not_ours_is_refused_with_the_reason(kind, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARING_NATIVE_LIBRARY", str(library_that_is_not_ours(kind, tmp_path)))
+    found, path, reason = library._load()
+    assert found is path is None
+    assert re.search(message, reason)
+    assert "\n" not in reason
+
+
+def test_with_a_library_that_is_not_ours_everything_works_and_native_says_why():
+    other = str(Path(torch.__file__).parent / "lib" / "libc10.so")
+    insist = (
+        "\ntry: sparing.attention(q, q, q, method='window', impl='native')\nexcept ValueError as error: print(error)"
+    )
+    out, _ = fresh(ATTEND + WINDOW + "; print(sparing.native.info().reason)" + insist, SPARING_NATIVE_LIBRARY=other)
+    works, reason, refusal = out.splitlines()
+    assert works == "36.0"
+    assert f"{other} is not a build of this version's kernels" in reason
+    assert reason in refusal
+
+
+@needs_kernels
+def test_a_library_without_an_op_is_not_used(monkeypatch):
+    assert not [op for op in library.schemas.declared if not library._has_kernel(op)]
+    for name in ("_library", "_path", "_reason"):
+        monkeypatch.setattr(library, name, getattr(library, name))  # to be given back
+    monkeypatch.setattr(library, "_checked", False)
+    monkeypatch.setattr(library.schemas, "declared", list(library.schemas.declared))
+    library.schemas.define("of_tomorrow(Tensor x) -> Tensor")
+    found = native.info()
+    assert not found.loaded
+    assert found.reason.endswith(".so has no op sparing::of_tomorrow: build it again")
+    q = torch.randn(1, 1, 8, 4)
+    assert not native.ready(q)
+    assert "of_tomorrow" in native.why_not(q)
 
 
 @needs_kernels

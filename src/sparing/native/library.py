@@ -8,13 +8,29 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-schemas = torch.library.Library("sparing", "DEF")  #: every module of this package defines its ops on it
+from sparing.version import __version__
+
+
+class _Schemas(torch.library.Library):
+    """Ops that are declared, whether or not a compiled library has them."""
+
+    def __init__(self) -> None:
+        super().__init__("sparing", "DEF")
+        self.declared: list[str] = []
+
+    def define(self, schema: str, *args: Any, **options: Any) -> str:
+        name: str = super().define(schema, *args, **options)
+        self.declared.append(f"sparing::{name.removeprefix('sparing::')}")
+        return name
+
+
+schemas = _Schemas()  #: every module of this package defines its ops on it
 
 
 class Info(NamedTuple):
@@ -41,23 +57,45 @@ def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
         return None, None, "they were not built: install a C++20 compiler, then pip install --no-build-isolation ."
     try:
         torch.ops.load_library(found[0])
-        return ctypes.CDLL(str(found[0])), str(found[0]), None
+        library = ctypes.CDLL(str(found[0]))
     except (OSError, RuntimeError) as error:
-        return None, None, f"{found[0]} cannot be loaded: {error}"
+        why = str(error.__cause__ or error).splitlines()[0]  # torch repeats the name, with the reason as the cause
+        return None, None, f"{found[0]} cannot be loaded: {why}"
+    try:
+        library.sparing_version.restype = library.sparing_isa.restype = ctypes.c_char_p
+        library.sparing_use_isa.argtypes = [ctypes.c_char_p]
+    except AttributeError as error:
+        return None, None, f"{found[0]} is not a build of this version's kernels: {error}"
+    built = library.sparing_version().decode()
+    if built != __version__:  # the ops of another version may take other arguments
+        return None, None, f"{found[0]} was built for sparing {built}, and this is {__version__}: build it again"
+    return library, str(found[0]), None
 
 
 _library, _path, _reason = _load()
-if _library is not None:
-    _library.sparing_isa.restype = ctypes.c_char_p
-    _library.sparing_use_isa.argtypes = [ctypes.c_char_p]
-_told = _library is not None or os.environ.get("SPARING_NATIVE_LIBRARY") == ""
+_checked = _library is None
+_told = os.environ.get("SPARING_NATIVE_LIBRARY") == ""
+
+
+def _check_once() -> None:
+    """Drop a library that lacks ops; at its first use, when all modules have declared theirs."""
+    global _checked, _library, _path, _reason
+    if not _checked:
+        _checked = True
+        if missing := [op for op in schemas.declared if not _has_kernel(op)]:
+            _library, _path, _reason = None, None, f"{_path} has no op {', '.join(missing)}: build it again"
 
 
 def _tell_once() -> None:
     global _told
     if not _told:
         _told = True
-        warnings.warn(f"sparing runs without its kernels, on plain PyTorch: {_reason}", stacklevel=2)
+        if _library is None:
+            warnings.warn(f"sparing runs without its kernels, on plain PyTorch: {_reason}", stacklevel=3)
+
+
+def _has_kernel(op: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
 
 
 def _forward_mode() -> bool:
@@ -80,12 +118,14 @@ def ready(tensor: Tensor) -> bool:
     """
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64) or _forward_mode():
         return False
+    _check_once()
     _tell_once()
     return _library is not None and not _off
 
 
 def info() -> Info:
     """What was loaded: the library, the instruction set in use and those that this machine has."""
+    _check_once()
     if _library is None:
         return Info(False, None, None, (), _reason)
     now = _library.sparing_isa()

@@ -46,7 +46,10 @@ const Kernels& kernels() {
 
 }  // namespace sparing
 
-// For Python, through ctypes: the instruction set in use, and a change of it (0 where the machine lacks it).
+// For Python, through ctypes: the version that this was built for, whose schemas its ops take their arguments by.
+extern "C" __attribute__((visibility("default"))) const char* sparing_version() { return SPARING_VERSION; }
+
+// The instruction set in use, and a change of it (0 where the machine lacks it).
 extern "C" __attribute__((visibility("default"))) const char* sparing_isa() { return sparing::kernels().name; }
 
 extern "C" __attribute__((visibility("default"))) int sparing_use_isa(const char* name) {
