@@ -98,6 +98,19 @@ def test_standard_input(monkeypatch):
         ("blank.jsonl", b"\n\n", {}, r"data: blank.jsonl holds no text"),
         ("latin.txt", "gr\xfcn".encode("latin-1"), {}, r"latin.txt is not UTF-8 \(byte 2\); convert it first"),
         ("a.jsonl", b'{"text": "x"}\nno', {}, r"a.jsonl, line 2 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n\n' + b"[" * 200_000,
+            {},
+            r"a.jsonl, line 3 is not JSON: it is nested more than 64",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n{"n": ' + b"9" * 10_000 + b"}", {}, r"line 2 is not JSON: .* thousands of digits"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n\n{"text": "a\\ud800b"}',
+            {},
+            r"a.jsonl, line 3: 'text' has half of a surrogate pair",
+        ),
         ("a.jsonl", b"[1]", {}, r"a.jsonl, line 1 is list; each line must be an object"),
         ("a.jsonl", b'{"text": 3}', {}, r"a.jsonl, row 1: 'text' is int, not a text"),
         ("a.jsonl", b'{"a": "x", "b": "y"}', {}, r"a.jsonl has no column 'text'; it has 'a', 'b'"),
@@ -116,7 +129,7 @@ def test_standard_input(monkeypatch):
             "a.jsonl.xz",
             lzma.compress(b'{"text": "x"}')[:-9],
             {},
-            r"a.jsonl.xz cannot be unpacked: Compressed data ended",
+            r"a.jsonl.xz cannot be unpacked: Compressed file ended",
         ),
         ("a.jsonl.xz", b"no", {}, r"a.jsonl.xz cannot be unpacked: \w"),
         (
@@ -139,6 +152,22 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, options, message)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read([tmp_path / name], **options)
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_files_that_unpack_to_more_than_fits_are_refused(tmp_path, monkeypatch, suffix, pack):
+    monkeypatch.setattr(documents, "UNPACKED", 1000)
+    path = tmp_path / f"a.txt.{suffix}"
+    path.write_bytes(pack(b"x" * 1000))
+    assert read([path]).texts == ("x" * 1000,)
+    path.write_bytes(pack(b"x" * 10**6))
+    with pytest.raises(ValueError, match=f"a.txt.{suffix} holds more than 1000 bytes; unpack it first"):
+        read([path])
+
+
+def test_a_surrogate_pair_is_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}')
+    assert read([tmp_path / "a.jsonl"]).texts == ("\U0001f600",)
 
 
 def test_folders_and_no_files_are_refused(tmp_path):

@@ -209,6 +209,7 @@ def test_runs_of_one_process_may_differ_in_precision():
         ({"task": "causal", "dropout": 1.0}, "dropout=1.0 is a share"),
         ({"task": "causal", "heads": 3}, "width=64 must be a multiple of heads=3"),
         ({"task": "causal", "seed": 2**70}, "must be from 0 to below"),
+        ({"task": "causal", "steps": 10**400}, r"steps=10+ must be below 2\^63"),
         ({"task": "causal", "clip": 0}, "clip=0 must be above 0"),
         ({"task": "causal", "pretrained": "minilm"}, "pretrained='minilm' belongs to glue"),
         ({"task": "glue", "width": 32}, "width=32 is the pretrained model's own"),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparing.from_json import has_surrogate, parse
+from sparing.tasks.subject import first_line
 from sparing.tasks.text import python_topics
 
 
@@ -123,18 +125,21 @@ def _unxz(raw: bytes) -> bytes:
     import lzma  # which not every Python was built with
 
     try:
-        return lzma.decompress(raw)
-    except lzma.LZMAError as error:
+        with lzma.LZMAFile(io.BytesIO(raw)) as file:
+            return file.read(UNPACKED + 1)
+    except (EOFError, lzma.LZMAError) as error:
         raise ValueError(error) from None
 
 
 def _ungzip(raw: bytes) -> bytes:
     try:
-        return gzip.decompress(raw)
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+            return file.read(UNPACKED + 1)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(error) from None
 
 
+UNPACKED = 2**31  #: bytes that a compressed file may hold: a file of megabytes can be made to hold any number
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {".xz": _unxz, ".gz": _ungzip}
 
 
@@ -152,6 +157,8 @@ def decoded(path: str | Path) -> str:
             raw = unpack(raw)
         except ValueError as error:
             raise ValueError(f"data: {path} cannot be unpacked: {error}") from None
+        if len(raw) > UNPACKED:
+            raise ValueError(f"data: {path} holds more than {UNPACKED} bytes; unpack it first")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,11 +171,16 @@ def _json_lines(path: str | Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data: {path}, line {number} is not JSON: {error.msg}") from None
+            row = parse(line)
+        except ValueError as error:
+            raise ValueError(f"data: {path}, line {number} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ValueError(f"data: {path}, line {number} is {type(row).__name__}; each line must be an object")
+        if bad := next((name for name, text in row.items() if isinstance(text, str) and has_surrogate(text)), None):
+            raise ValueError(
+                f"data: {path}, line {number}: {bad!r} has half of a surrogate pair, such as \\ud800, which is no "
+                "character; leave it out"
+            )
         table.append(row)
     return table
 
@@ -208,8 +220,8 @@ def _parquet(path: str | Path) -> list[dict[str, Any]]:
         table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     except FileNotFoundError:
         raise ValueError(f"data: there is no file {path}") from None
-    except (OSError, ArrowException) as error:
-        raise ValueError(f"data: {path} cannot be read as Parquet: {error}") from None
+    except (OSError, ArrowException, ValueError, OverflowError) as error:
+        raise ValueError(f"data: {path} cannot be read as Parquet: {first_line(error)}") from None
     return table
 
 

@@ -22,9 +22,9 @@ def load(name: str) -> tuple[Any, Any]:
         raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
     try:
         model, info = transformers.AutoModelForMaskedLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True
+            name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever is wrong with the files, or with the way to the hub
         raise ValueError(f"model: {name} cannot be loaded as a masked language model: {first_line(error)}") from None
     if info["missing_keys"]:

@@ -137,7 +137,7 @@ def load(name: str) -> Subject:
     if Path(name).is_dir() and not any(found.name.startswith(_TOKENIZERS) for found in Path(name).iterdir()):
         raise ValueError(f"model: {name} has no tokenizer; save it there, too: tokenizer.save_pretrained(...)")
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         wanted = (config.architectures or [""])[0]
         if wanted.endswith(("ForCausalLM", "LMHeadModel")):
             auto: Any = transformers.AutoModelForCausalLM
@@ -145,8 +145,8 @@ def load(name: str) -> Subject:
             auto = transformers.AutoModelForSequenceClassification
         else:
             auto = transformers.AutoModel
-        model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever is wrong with the files
         raise ValueError(f"model: {name} cannot be loaded: {first_line(error)}") from None
     missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # which an embedding does not use

@@ -59,7 +59,7 @@ def tokenizer_of(name: str) -> Any:
     if name in PRESETS:
         raise ValueError(f"pretrained={name!r} is no encoder; name {USUAL}, a folder or a name on the hub")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever is wrong with the files
         raise ValueError(f"pretrained={name!r} cannot be loaded: {first_line(error)}") from None
 

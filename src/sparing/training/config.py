@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sparing.from_json import parse
 from sparing.method import method as _method
 from sparing.tasks.kinds import KINDS
 from sparing.tasks.trainable import Task
@@ -79,6 +80,10 @@ class Config:
         else:
             self._refuse(("pretrained",), f"belongs to glue; {self.task} trains a model of its own")
 
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), int) and value >= 2**63:
+                raise ValueError(f"{each.name}={value} must be below 2^63")
+
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
         usual = {each.name: each.default for each in fields(self)}
         for name in names:
@@ -134,7 +139,7 @@ class Config:
 def read(path: Path) -> dict[str, Any]:
     """The settings of a JSON file."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"config: there is no file {path}") from None
     except (OSError, ValueError) as error:

@@ -58,7 +58,7 @@ def tuned(task: Task, config: Config) -> Tuned:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # that the read-out is new is the purpose
     try:
-        settings = AutoConfig.from_pretrained(name, num_labels=task.classes)
+        settings = AutoConfig.from_pretrained(name, num_labels=task.classes, trust_remote_code=False)
         room = min(
             getattr(settings, "max_position_embeddings", math.inf),
             tokenizer_of(config.pretrained or USUAL).model_max_length,
@@ -70,7 +70,7 @@ def tuned(task: Task, config: Config) -> Tuned:
                 if hasattr(settings, each):
                     setattr(settings, each, value)
         model = AutoModelForSequenceClassification.from_pretrained(
-            name, config=settings, dtype=torch.float32, ignore_mismatched_sizes=True
+            name, config=settings, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=False
         )
     except Exception as error:  # whatever is wrong with the files
         raise ValueError(f"pretrained={config.pretrained!r} cannot be loaded: {first_line(error)}") from None
