@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from typing import Any
 
 LONGEST = 1000  #: characters of a spec, of which no method needs more than 200; Python's parser recurses
@@ -41,7 +42,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     if len(spec) > LONGEST:
         raise ValueError(f"method: the spec {shown(spec)} has {len(spec)} characters; it may have {LONGEST}")
     try:
-        tree = ast.parse(spec.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's, of text that looks like a mistake in a program
+            tree = ast.parse(spec.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: of nesting, by version of Python
         raise wrong from None
     if isinstance(tree, ast.Name):

@@ -188,7 +188,7 @@ BAD = [
     ({"layers": {}}, "version None is not known"),
     ({"version": 1}, "JSON object with 'version' and 'layers'"),
     ([1], "JSON object with 'version' and 'layers'"),
-    ({"version": 1, "layers": {}, "speed": 3}, "unknown entries speed"),
+    ({"version": 1, "layers": {}, "speed": 3}, "unknown entries 'speed'"),
     ({"version": 1, "layers": {"*": "windowed"}}, "unknown name 'windowed'"),
     ({"version": 1, "layers": {"*": 3}}, "must map names to spec strings"),
     ({"version": 1, "layers": {"*": "exact"}, "seed": "x"}, "seed='x'"),
@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_read_as_json(text, message, tmp_path):
 def test_a_recipe_in_python_is_checked_as_well():
     with pytest.raises(TypeError, match="seed must map names of layers, got 3"):
         sparing.Recipe({}, seed={3: 1})
-    with pytest.raises(ValueError, match="unknown entries 3, speed; known: version"):
+    with pytest.raises(ValueError, match="unknown entries 'speed', 3; known: version"):
         sparing.Recipe.of({"version": 1, "layers": {}, 3: 3, "speed": 4})
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparing.from_json import has_surrogate, parse
+from sparing.spec import shown
 from sparing.tasks.subject import first_line
 from sparing.tasks.text import python_topics
 
@@ -102,7 +103,7 @@ def _columns(
     found = column or ("text" if "text" in names or len(names) != 1 else names[0])
     for what, name in (("column", found), ("label column", label), ("column", pair)):
         if name is not None and table and name not in names:
-            raise ValueError(f"data: {path} has no {what} {name!r}; it has {', '.join(map(repr, names))}")
+            raise ValueError(f"data: {path} has no {what} {shown(name)}; it has {_some(names)}")
     for number, row in enumerate(table, 1):
         for name in (found, pair):
             text = None if name is None else row.get(name)
@@ -111,6 +112,10 @@ def _columns(
         if label is not None and row.get(label) is None:
             raise ValueError(f"data: {path}, row {number} has no {label!r}")
         yield row.get(found) or "", row.get(label) if label is not None else None, row.get(pair or "") or ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*map(shown, names[:20]), *(["..."] if len(names) > 20 else [])]) or "no columns"
 
 
 def _suffix(path: str | Path) -> str:
@@ -178,7 +183,7 @@ def _json_lines(path: str | Path) -> list[dict[str, Any]]:
             raise ValueError(f"data: {path}, line {number} is {type(row).__name__}; each line must be an object")
         if bad := next((name for name, text in row.items() if isinstance(text, str) and has_surrogate(text)), None):
             raise ValueError(
-                f"data: {path}, line {number}: {bad!r} has half of a surrogate pair, such as \\ud800, which is no "
+                f"data: {path}, line {number}: {shown(bad)} has half of a surrogate pair, such as \\ud800, which is no "
                 "character; leave it out"
             )
         table.append(row)

@@ -12,6 +12,7 @@ from torch import nn
 
 from sparing.method import Method, Unsupported
 from sparing.method import method as _method
+from sparing.spec import shown
 from sparing.transformers.find import Layer
 from sparing.transformers.recipe import Recipe, is_path
 from sparing.transformers.slot import WHEN, Choice
@@ -90,11 +91,13 @@ def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: 
         raise ValueError("layers: the recipe names the layers already; pass one of the two")
     have = getattr(getattr(model, "config", None), "model_type", None)
     if recipe.architecture is not None and recipe.architecture != have:
-        raise ValueError(f"what: the recipe is for {recipe.architecture!r}, but the model is {have!r}")
+        raise ValueError(f"what: the recipe is for {shown(recipe.architecture)}, but the model is {have!r}")
     names = [base_name(model, layer.name) for layer in places]
     for key in recipe.layers:
         if not any(key == name or fnmatchcase(name, key) for name in names):
-            raise ValueError(f"what: the recipe names {key!r}, which is no attention layer; there are {_some(places)}")
+            raise ValueError(
+                f"what: the recipe names {shown(key)}, which is no attention layer; there are {_some(places)}"
+            )
     wanted = {}
     for layer, name in zip(places, names, strict=True):
         spec = recipe.spec_of(name)

@@ -14,6 +14,7 @@ from typing import Any
 from sparing.from_json import parse
 from sparing.method import Method
 from sparing.method import method as _method
+from sparing.spec import shown
 from sparing.transformers.slot import WHEN
 
 VERSION = 1
@@ -43,24 +44,24 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping):
-            raise TypeError(f"recipe: layers={self.layers!r} must map layer names to specs")
+            raise TypeError(f"recipe: layers={shown(self.layers)} must map layer names to specs")
         for name, spec in self.layers.items():
             if not isinstance(name, str) or not isinstance(spec, str):
-                raise TypeError(f"recipe: layers must map names to spec strings, got {name!r}: {spec!r}")
+                raise TypeError(f"recipe: layers must map names to spec strings, got {shown(name)}: {shown(spec)}")
             try:
                 _method(spec)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"recipe: layers[{name!r}]: {error}") from None
+                raise ValueError(f"recipe: layers[{shown(name)}]: {error}") from None
         for seed in self._values("seed"):
             if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-                raise TypeError(f"recipe: seed={seed!r} must be an integer or None")
+                raise TypeError(f"recipe: seed={shown(seed)} must be an integer or None")
         for when in self._values("when"):
             if when not in WHEN:
-                raise ValueError(f"recipe: when={when!r} is not one of {', '.join(map(repr, WHEN))}")
+                raise ValueError(f"recipe: when={shown(when)} is not one of {', '.join(map(repr, WHEN))}")
         if not isinstance(self.architecture, str | None):
-            raise TypeError(f"recipe: architecture={self.architecture!r} must be a model_type such as 'bert', or None")
+            raise TypeError(f"recipe: architecture={shown(self.architecture)} must be a model_type or None")
         if not isinstance(self.about, Mapping):
-            raise TypeError(f"recipe: about={self.about!r} must be a mapping")
+            raise TypeError(f"recipe: about={shown(self.about)} must be a mapping")
         object.__setattr__(self, "layers", dict(self.layers))
 
     def _values(self, field: str) -> Iterable[Any]:
@@ -70,7 +71,7 @@ class Recipe:
             return (held,)
         for name in held:
             if not isinstance(name, str):
-                raise TypeError(f"recipe: {field} must map names of layers, got {name!r}")
+                raise TypeError(f"recipe: {field} must map names of layers, got {shown(name)}")
         return held.values()
 
     @classmethod
@@ -94,8 +95,8 @@ class Recipe:
         found = getattr(config, "sparing", None)
         if found is not None and not isinstance(found, Mapping):
             raise ValueError(
-                f"the model's config has sparing={found!r}, which is not a recipe: a config holds the recipe's JSON "
-                "itself; del model.config.sparing, and pass a spec or a path to sparing.approximate(model, ...)"
+                f"the model's config has sparing={shown(found)}, which is not a recipe: a config holds the recipe's "
+                "JSON itself; del model.config.sparing, and pass a spec or a path to sparing.approximate(model, ...)"
             )
         return None if found is None else cls._read(found)
 
@@ -119,10 +120,10 @@ class Recipe:
             raise ValueError("recipe: it must be a JSON object with 'version' and 'layers'")
         version = found.get("version")
         if type(version) is not int or version != VERSION:
-            raise ValueError(f"recipe: version {version!r} is not known; this sparing reads {VERSION}")
-        unknown = [str(name) for name in found if name not in _KNOWN]
+            raise ValueError(f"recipe: version {shown(version)} is not known; this sparing reads {VERSION}")
+        unknown = [shown(name) for name in found if name not in _KNOWN]
         if unknown:
-            raise ValueError(f"recipe: unknown entries {', '.join(sorted(unknown))}; known: {', '.join(_KNOWN)}")
+            raise ValueError(f"recipe: unknown entries {', '.join(sorted(unknown)[:8])}; known: {', '.join(_KNOWN)}")
         when = found.get("when", "always")
         return cls(found["layers"], found.get("seed", 0), found.get("architecture"), found.get("about", {}), when)
 
