@@ -1,5 +1,6 @@
 """The pages say what the code does."""
 
+import ast
 import re
 import sys
 from dataclasses import dataclass
@@ -68,3 +69,34 @@ def test_the_loop_on_the_multipole_page_runs():
     exec(loop, names)
     assert names["index"].length == names["n"] + 1
     assert names["out"].shape == (2, 6, 1, 64)
+
+
+def test_the_tests_that_the_security_page_names_exist():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
+    source = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 12
+    assert {name for name in named if f"def {name}(" not in source} == set()
+
+
+def test_nothing_evaluates_what_it_reads():
+    """As the security page says: no eval, no pickle but our own, no code of a model."""
+    found = {
+        (path.name, node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name) and _runs(node)
+    }
+    assert found == {("runs.py", "loads")}, "a model of the same run, in a folder of its own"
+
+
+def _runs(node: ast.Call) -> bool:
+    """Whether a call could run what it is given."""
+    name, options = ast.unparse(node.func), {each.arg: ast.unparse(each.value) for each in node.keywords}
+    hub = name.endswith(".from_pretrained") and ast.unparse(node.args[0]) == "name"
+    return (
+        name in ("eval", "exec", "compile", "__import__", "pickle.load", "pickle.loads")
+        or (name == "torch.load" and options.get("weights_only") != "True")
+        or "allow_pickle" in options
+        or options.get("trust_remote_code", "False") != "False"
+        or (hub and "trust_remote_code" not in options)
+    )

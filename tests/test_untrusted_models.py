@@ -1,13 +1,14 @@
-"""A model's folder comes from elsewhere: nothing in it is run."""
+"""Models and data come from elsewhere: nothing in them is run."""
 
 import json
 import pickle
 
+import numpy
 import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from sparing.tasks import masked, subject
+from sparing.tasks import arena_files, masked, subject
 
 CODE = """
 from pathlib import Path
@@ -36,6 +37,15 @@ class Runs:
 
     def __reduce__(self):
         return open, (str(self.path), "w")
+
+
+def test_pickles_in_arrays_are_not_run(tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    held = numpy.array([Runs(tmp_path / "ran")], dtype=object)
+    numpy.savez(tmp_path / "cifar10" / "x.npz", x_train=held)
+    with pytest.raises(ValueError, match=r"x\.npz cannot be read as \.npz: .*allow_pickle"):
+        arena_files.arrays(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("load", [subject.load, masked.load])
