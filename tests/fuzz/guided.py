@@ -6,7 +6,6 @@ written to the corpus, which `make test` replays.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -14,8 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-CORPUS = Path(__file__).parent / "corpus"
 
 
 class Choices(random.Random):
@@ -62,36 +59,6 @@ def seeds(target: str, folder: Path, parsers) -> None:
         (folder / str(number)).write_bytes(data)
 
 
-def fails(case: dict, parsers) -> str | None:
-    """Return in one line what is wrong with a case, or None."""
-    try:
-        parsers.check(case)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        return kind + " ".join(str(error).split())[:300]
-    return None
-
-
-def write(case: dict, message: str, parsers, folder: Path) -> Path:
-    """Make a case simpler for some seconds, and write it to the corpus."""
-    end, found = time.monotonic() + 20, True
-    while found and time.monotonic() < end:
-        found = False
-        for other in parsers.shrink(case):
-            now = fails(other, parsers)
-            if now is not None and now[:40] == message[:40]:
-                case, message, found = other, now, True
-                break
-            if time.monotonic() > end:
-                break
-    digest = hashlib.sha256(json.dumps([parsers.NAME, case], sort_keys=True).encode()).hexdigest()[:8]
-    path = folder / f"{parsers.NAME}-{digest}.json"
-    path.write_text(json.dumps({"fuzzer": parsers.NAME, "case": case, "found": message}, indent=1) + "\n")
-    return path
-
-
 def main() -> None:
     """Fuzz one target; ends at the first finding."""
     asked = argparse.ArgumentParser(prog="python -m fuzz.guided", description=__doc__)
@@ -107,7 +74,7 @@ def main() -> None:
     import transformers  # noqa: F401
 
     with atheris.instrument_imports(include=["sparing"]):
-        from fuzz import parsers
+        from fuzz import cases, parsers
 
     if options.target not in parsers.TARGETS:
         raise SystemExit(f"--target={options.target!r} is not one of {', '.join(parsers.TARGETS)}")
@@ -117,9 +84,9 @@ def main() -> None:
         nonlocal count
         count += 1
         case = case_of(options.target, data, parsers)
-        message = fails(case, parsers)
+        message = cases.fails(parsers, case)
         if message is not None:
-            path = write(case, message, parsers, CORPUS)
+            path = cases.write(cases.CORPUS, parsers.NAME, *cases.shrunk(parsers, case, message))
             sys.stderr.write(f"{path.name}: {message}\n")
             raise AssertionError(message)
         if time.monotonic() - start > options.seconds:
