@@ -98,7 +98,9 @@ def main() -> None:
         inputs = options.inputs or Path(folder)
         inputs.mkdir(parents=True, exist_ok=True)
         seeds(options.target, inputs, parsers)
-        atheris.Setup([sys.argv[0], str(inputs), "-max_len=20000", "-rss_limit_mb=8000", "-timeout=60"], one)
+        atheris.Setup(
+            [sys.argv[0], str(inputs), "-max_len=20000", "-len_control=0", "-rss_limit_mb=8000", "-timeout=60"], one
+        )
         atheris.Fuzz()
 
 
