@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 KERNELS := .venv/.kernels
 CSRC := $(wildcard src/sparing/native/csrc/*)
 
-.PHONY: compare test test-all test-oldest sanitize bench lint clean
+.PHONY: compare test test-all test-oldest sanitize fuzz bench lint clean
 
 compare: $(KERNELS)
 	mkdir -p out
@@ -54,14 +54,26 @@ $(KERNELS): $(READY) $(CSRC) setup.py src/sparing/version.py
 	SPARING_REQUIRE_KERNELS=$$(command -v $(CXX)) $(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
-# The tests of the kernels on a build that stops at the first bad access or undefined operation, for all vector widths.
+# Kernels in a build that stops at the first bad access or undefined operation, for all vector widths.
 SANITIZERS := -DSPARING_EMULATE_AVX512 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
-sanitize: $(READY)
+SANITIZED := build/sanitize/.ready
+IN_SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=abort_on_error=1 \
+	SPARING_NATIVE_LIBRARY="$$(ls $(CURDIR)/build/sanitize/sparing/native/_kernels*.so)"
+
+$(SANITIZED): $(READY) $(CSRC) setup.py
 	SPARING_REQUIRE_KERNELS=1 SPARING_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext \
 		--build-lib build/sanitize --build-temp build/sanitize/temp
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 SPARING_NATIVE_LIBRARY="$$(ls $(CURDIR)/build/sanitize/sparing/native/_kernels*.so)" \
-		$(BIN)/python -m pytest -n auto --dist worksteal -p no:cacheprovider tests/native
+	touch $@
+
+sanitize: $(SANITIZED)
+	$(IN_SANITIZED) $(BIN)/python -m pytest -n auto --dist worksteal -p no:cacheprovider tests/native
+
+# Random cases on every core; what fails is written to tests/fuzz/corpus, which the tests replay. See docs/fuzzing.md.
+FUZZ_SECONDS ?= 300
+fuzz: $(KERNELS) $(SANITIZED)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS)
+	$(IN_SANITIZED) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $$(($(FUZZ_SECONDS) / 4)) --fuzzers kernels
 
 clean:
 	rm -rf .venv build dist src/sparing/native/_kernels*.so src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
