@@ -198,7 +198,7 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
         return
     x = built.wide()
     q, k, v = x.q.abs().amax(), x.k.abs().amax(), built.values(x).norm(dim=-1).amax()
-    root = abs(built.scale) ** 0.5
+    root = max(abs(built.scale) ** 0.5, float(built.method.name == "kernel"))  # some kernels take no scale
     terms = root * v * torch.maximum(root * torch.maximum(q, k), torch.tensor(x.q.shape[-1] ** 0.5))
     natural = (terms, terms, 1.0)  # of terms that may cancel
     for i, name in enumerate(("query", "key", "value")):

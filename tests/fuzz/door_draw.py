@@ -84,9 +84,11 @@ def draw(rng: random.Random) -> dict[str, Any]:
         kind = "normal" if rng.random() < 0.6 else rng.choice(CONTENTS)
         case[name] = [kind, _size(rng)]
     case["scale"] = _scale(rng, case)
+    if "sampling='all'" in str(method):  # whose cost is the cube of the length
+        case.update(n_q=min(n_q, 48), n_k=min(n_k, 48))
     if method.name in SLOW:
         case.update(heads=groups, kv_heads=1, n_q=min(n_q, 33), n_k=min(n_k, 33), e=min(case["e"], 8))
-    long = rng.random() < 0.02 and "sampling='all'" not in str(method)  # whose cost is the cube of the length
+    long = rng.random() < 0.02 and "sampling='all'" not in str(method)
     if long:
         _lengthen(rng, case, method)
     if case["dtype"] == "float16":  # what it can hold

@@ -33,8 +33,6 @@ INVALID: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Changes]]] 
         ("key",),
         lambda c: {"key": c["key"][:, :3], "value": c["value"][:, :3], "enable_gqa": True},
     ),
-    "two dimensions": (("query",), lambda c: {"query": c["query"][0, 0]}),
-    "five dimensions": (("query",), lambda c: {"query": c["query"][None]}),
     "no width": (("query", "key"), lambda c: {"query": c["query"][..., :0], "key": c["key"][..., :0]}),
     "whole numbers": (("query",), lambda c: {"query": c["query"].long()}),
     "complex": (("key",), lambda c: {"key": c["key"].to(torch.complex64)}),
