@@ -8,6 +8,7 @@
 namespace sparing::SPARING_ISA {
 
 #include "simd.h"
+#include "sums.h"
 #include "tile.h"
 #include "softmax.h"
 #include "window.h"

@@ -21,7 +21,7 @@ int64_t attend_tasks(const Attend<T>& call, bool backward) {
 template <class T>
 int64_t attend_scratch(const Attend<T>& call, bool backward) {
   if (attend_by_keys(call)) return FewKeys<T>{}.lay_out(call, nullptr, backward);
-  const int64_t grads = backward ? call.keys * (padded<T>(call.depth) + padded<T>(call.width)) : 0;
+  const int64_t grads = backward ? 2 * call.keys * (padded<T>(call.depth) + padded<T>(call.width)) : 0;
   return softmax_scratch<T>(call.depth, call.width, backward) + grads;
 }
 
@@ -78,11 +78,12 @@ void attend_backward(const Attend<T>& call, int64_t begin, int64_t end, T* scrat
   Block<T> block{};
   block.depth = call.depth, block.width = call.width;
   const int64_t m = call.queries, n = call.keys, deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  const int64_t rest = n * (deep + wide);
   T* key_grads = scratch + lay_out<T>(&block, scratch, true);
   T* value_grads = key_grads + n * deep;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t item = unit / call.heads, head = unit % call.heads;
-    for (int64_t i = 0; i < n * (deep + wide); ++i) key_grads[i] = T(0);
+    clear(key_grads, 2 * rest);
     for (int64_t first = 0; first < m; first += kRows) {
       const int64_t count = m - first < kRows ? m - first : kRows;
       const T *queries[kRows], *grads[kRows], *out[kRows];
@@ -101,7 +102,7 @@ void attend_backward(const Attend<T>& call, int64_t begin, int64_t end, T* scrat
                        to_key[c] = key_grads + places[c] * deep;
                        to_value[c] = value_grads + places[c] * wide;
                      }
-                     absorb_backward(block, keys, values, found, SeesAll{}, to_key, to_value);
+                     absorb_backward(block, keys, values, found, SeesAll{}, to_key, to_value, rest);
                    });
       for (int64_t r = 0; r < count; ++r) {
         T* to = call.grad_q + (unit * m + first + r) * call.depth;

@@ -12,15 +12,15 @@ struct FewKeys {
   T* value_panels;                     // [count][wide]
   T* bias;                             // [columns], -inf beyond the keys
   T* scores;                           // [rows][columns]
-  T* sums;                             // [rows][wide], or deep where that is more
+  T* sums;                             // [rows][wide], or deep where that is more, then their rests
   // backward
   T* slopes;        // [rows][columns]
   T* value_turned;  // [width][columns]
   T* key_rows;      // [count][deep]
   T* query_rows;    // [rows][deep] in panels
   T* grad_rows;     // [rows][wide] in panels
-  T* key_grads;     // [count][deep]
-  T* value_grads;   // [count][wide]
+  T* key_grads;     // [count][deep], then their rests
+  T* value_grads;   // [count][wide], then their rests
 
   // Sets the sizes for at most `keys` keys, lays everything out in `memory` and returns how many entries that takes.
   int64_t lay_out(const Attend<T>& call, T* memory, bool backward) {
@@ -35,7 +35,7 @@ struct FewKeys {
     take(&key_panels, call.depth * columns);
     take(&bias, columns);
     take(&scores, rows * columns);
-    take(&sums, rows * (deep > wide ? deep : wide));
+    take(&sums, 2 * rows * (deep > wide ? deep : wide));
     if (!backward) {
       take(&value_panels, call.keys * wide);
     } else {
@@ -44,8 +44,8 @@ struct FewKeys {
       take(&key_rows, call.keys * deep);
       take(&query_rows, rows * deep);
       take(&grad_rows, rows * wide);
-      take(&key_grads, call.keys * deep);
-      take(&value_grads, call.keys * wide);
+      take(&key_grads, 2 * call.keys * deep);
+      take(&value_grads, 2 * call.keys * wide);
     }
     return used;
   }
@@ -79,13 +79,11 @@ struct FewKeys {
 // scores = exp(scores + bias - shift) of one row; returns the sum.
 template <class T>
 SPARING_INLINE T weigh(T* scores, const T* bias, int64_t columns, T shift) {
-  Vec<T> total{};
-  for (int64_t c = 0; c < columns; c += lanes<T>) {
+  return sum<T>(long_sum<Vec<T>>(columns, lanes<T>, [&](int64_t c) {
     const Vec<T> weight = exponential(load<T>(scores + c) + load<T>(bias + c) - shift);
     store<T>(scores + c, weight);
-    total += weight;
-  }
-  return sum<T>(total);
+    return weight;
+  }));
 }
 
 template <class T>
@@ -112,8 +110,8 @@ void attend_few_forward(const Attend<T>& call, int64_t begin, int64_t end, T* sc
         tops[r] = largest<T>(top);
         totals[r] = few.count ? weigh(scores, few.bias, few.columns, tops[r]) : T(0);
       }
-      product<T>({few.scores, few.columns, 1}, rows, few.count, in_panels(few.value_panels, few.count), few.wide,
-                 few.sums, few.wide);
+      long_product<T>({few.scores, few.columns, 1}, rows, few.count, in_panels(few.value_panels, few.count), few.wide,
+                      few.sums, few.wide, few.rows * few.wide);
       for (int64_t r = 0; r < rows; ++r) {
         T* out = call.out + (unit * call.queries + first + r) * call.width;
         const T inverse = few.count ? T(1) / totals[r] : T(0);
@@ -132,8 +130,8 @@ void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* s
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t item = unit / call.heads, head = unit % call.heads;
     few.pack(call, item, head, true);
-    for (int64_t i = 0; i < few.count * few.deep; ++i) few.key_grads[i] = T(0);
-    for (int64_t i = 0; i < few.count * few.wide; ++i) few.value_grads[i] = T(0);
+    clear(few.key_grads, 2 * few.count * few.deep);
+    clear(few.value_grads, 2 * few.count * few.wide);
     for (int64_t first = 0; first < call.queries; first += few.rows) {
       const int64_t rows = call.queries - first < few.rows ? call.queries - first : few.rows;
       const int64_t at = unit * call.queries + first;
@@ -148,18 +146,18 @@ void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* s
         T *scores = few.scores + r * few.columns, *slopes = few.slopes + r * few.columns;
         if (few.count) weigh(scores, few.bias, few.columns, call.lse[at + r]);
         // What the weights' gradients are on average; where one key has all the weight, its slope is then zero.
-        Vec<T> mean{};
-        for (int64_t c = 0; c < few.columns; c += lanes<T>) mean += load<T>(scores + c) * load<T>(slopes + c);
+        const Vec<T> mean = long_sum<Vec<T>>(few.columns, lanes<T>,
+                                             [&](int64_t c) { return load<T>(scores + c) * load<T>(slopes + c); });
         const T delta = sum<T>(mean) - call.lse_grad[at + r];
         for (int64_t c = 0; c < few.columns; c += lanes<T>)
           store<T>(slopes + c, load<T>(scores + c) * (load<T>(slopes + c) - delta));
       }
       product<T>({few.scores, 1, few.columns}, few.count, rows, in_panels(few.grad_rows, rows), few.wide,
-                 few.value_grads, few.wide, true);
+                 few.value_grads, few.wide, true, few.count * few.wide);
       product<T>({few.slopes, 1, few.columns}, few.count, rows, in_panels(few.query_rows, rows), few.deep,
-                 few.key_grads, few.deep, true);
-      product<T>({few.slopes, few.columns, 1}, rows, few.count, in_panels(few.key_rows, few.count), few.deep, few.sums,
-                 few.deep);
+                 few.key_grads, few.deep, true, few.count * few.deep);
+      long_product<T>({few.slopes, few.columns, 1}, rows, few.count, in_panels(few.key_rows, few.count), few.deep,
+                      few.sums, few.deep, few.rows * few.deep);
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t k = 0; k < call.depth; ++k)
           call.grad_q[(at + r) * call.depth + k] = call.scale * few.sums[r * few.deep + k];

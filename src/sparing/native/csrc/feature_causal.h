@@ -75,11 +75,6 @@ void weigh_pairs(CausalBlock<T>& block) {
     }
 }
 
-template <class T>
-void clear(T* numbers, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) numbers[i] = T(0);
-}
-
 // sums[e][lane] = sum_f phi[f][lane] rows[f][e]
 template <class T>
 void mix_rows(const T* rows, int64_t stride, int64_t features, int64_t width, const T* phi, T* sums) {

@@ -197,8 +197,7 @@ void key_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& block
     }
     if (block.level[0] == kNever<T>) return;  // no valid key stands before this block
     const T shrink = first + kRows < call.q.tokens ? exponential_of<T>(block.level[0] - state.level) : T(0);
-    for (int64_t i = 0; i < state.features * wide; ++i) state.sums[i] *= shrink;
-    for (int64_t i = 0; i < state.features * lanes<T>; ++i) state.mass[i] *= shrink;
+    state.shrink(shrink);
     state.level = block.level[0];
     T factors[kRows];
     for (int r = 0; r < kRows; r += lanes<T>) {
@@ -212,13 +211,9 @@ void key_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& block
       T* sums[kKeys];
       for (int64_t c = 0; c < some; ++c) {
         sums[c] = state.sums + (f + c) * wide;
-        T* mass = state.mass + (f + c) * lanes<T>;
-        Vec<T> total = load<T>(mass);
-        for (int r = 0; r < kRows; r += lanes<T>)
-          total += load<T>(block.q.phi + (f + c) * kRows + r) * load<T>(grads.unit + r);
-        store<T>(mass, total);
+        state.add_mass(f + c, block.q.phi + (f + c) * kRows, grads.unit);
       }
-      spread<T>(block.q.phi + f * kRows, some, grads.grad_rows, wide, sums);
+      spread<T>(block.q.phi + f * kRows, some, grads.grad_rows, wide, sums, kRows, state.rest);
     });
   }
 }

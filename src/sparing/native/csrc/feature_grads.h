@@ -32,9 +32,7 @@ void pull(const T* const* rows, int64_t count, int64_t depth, const T* columns, 
 // sums[c][e] += sum_r weights[c][r] (tokens[r][e] - rows[c][e]) for c < M and one strip of entries; `tokens` are padded
 template <class T, int M>
 SPARING_INLINE void push_tile(const T* weights, const T* tokens, int64_t stride, const T* const* rows, T* const* out) {
-  Vec<T> sums[M][kWide];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(out[i] + j * lanes<T>);
+  Vec<T> sums[M][kWide] = {};
   for (int64_t r = 0; r < kRows; ++r) {
     Vec<T> token[kWide];
     for (int j = 0; j < kWide; ++j) token[j] = load<T>(tokens + r * stride + j * lanes<T>);
@@ -44,7 +42,7 @@ SPARING_INLINE void push_tile(const T* weights, const T* tokens, int64_t stride,
     }
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) store<T>(out[i] + j * lanes<T>, sums[i][j]);
+    for (int j = 0; j < kWide; ++j) add_to<T>(out[i] + j * lanes<T>, 0, sums[i][j]);
 }
 
 template <class T>
@@ -172,13 +170,13 @@ void grads_of_block(const FeatureGrads<T>& call, int64_t task, const int64_t* pl
     dots<T>(right, some, call.width, block.left, block.slopes);
     for (int64_t c = 0; c < some; ++c) {
       const T mass = call.mass ? call.mass[unit * from.features + f + c] : T(0);
-      T* total = block.mass + (call.mixing ? (f + c) * lanes<T> : 0);
+      Vec<T> weighed{};
       for (int r = 0; r < kRows; r += lanes<T>) {
         const Vec<T> weight = load<T>(phi + c * kRows + r) * load<T>(block.share + r);
         const Vec<T> partner = load<T>(block.unit + r);
         T* at = block.slopes + c * kRows + r;
         Vec<T> slope = load<T>(at) + mass * partner;
-        if (call.mixing) store<T>(total, load<T>(total) + weight * partner);
+        weighed += weight * partner;
         if (by_entry) {
           const Vec<T> token = load<T>(features.columns + (f + c) * kRows + r);
           const Vec<T> steep = load<T>(features.one + r) * load<T>(block.share + r);
@@ -189,6 +187,7 @@ void grads_of_block(const FeatureGrads<T>& call, int64_t task, const int64_t* pl
           pulled[r / lanes<T>] += slope;
         }
       }
+      if (call.mixing) add_to<T>(block.mass + (f + c) * lanes<T>, 0, weighed);
     }
     if (gaussian) {
       pull<T>(points, some, from.depth, features.columns, block.slopes, block.grad_x);
@@ -255,15 +254,6 @@ void feature_grads(const FeatureGrads<T>& call, int64_t begin, int64_t end, T* s
   }
 }
 
-// to[i] = factor * sum over the chunks of a head of their rows
-template <class T>
-void merge_rows(const T* parts, int64_t chunks, int64_t rows, int64_t width, int64_t stride, T factor, T* to) {
-  for (int64_t i = 0; i < rows * width; ++i) to[i] = T(0);
-  for (int64_t c = 0; c < chunks; ++c)
-    for (int64_t f = 0; f < rows; ++f)
-      for (int64_t e = 0; e < width; ++e) to[f * width + e] += factor * parts[(c * rows + f) * stride + e];
-}
-
 template <class T>
 void feature_merge_grads(const FeatureGrads<T>& call, int64_t begin, int64_t end) {
   const int64_t f = call.from.features, d = call.from.depth;
@@ -271,11 +261,12 @@ void feature_merge_grads(const FeatureGrads<T>& call, int64_t begin, int64_t end
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t parts = unit * call.chunks * f;
     if (call.grad_right)
-      merge_rows<T>(call.part_right + parts * wide, call.chunks, f, call.width, wide, T(1),
+      merge_rows<T>(call.part_right + parts * wide, nullptr, call.chunks, f, call.width, wide, T(1),
                     call.grad_right + unit * f * call.width);
-    if (call.grad_mass) merge_rows<T>(call.part_mass + parts, call.chunks, f, 1, 1, T(1), call.grad_mass + unit * f);
+    if (call.grad_mass)
+      merge_rows<T>(call.part_mass + parts, nullptr, call.chunks, f, 1, 1, T(1), call.grad_mass + unit * f);
     if (call.grad_points)
-      merge_rows<T>(call.part_points + parts * deep, call.chunks, f, d, deep, -2 * call.from.factor,
+      merge_rows<T>(call.part_points + parts * deep, nullptr, call.chunks, f, d, deep, -2 * call.from.factor,
                     call.grad_points + unit * f * d);
   }
 }

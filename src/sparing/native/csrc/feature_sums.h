@@ -5,23 +5,38 @@ template <class T>
 struct FeatureState {
   int64_t features, width;
   T* sums;   // [features][padded width]
-  T* mass;   // [features][lanes], one number for each lane of the blocks
+  T* mass;   // [features][lanes], one number for each lane of the blocks, then their rests
   T* rows;   // [kRows][padded width] weighted values of a block
   T* share;  // [kRows] factor of each lane
+  int64_t rest;  // where the rests of the sums stand: after them, or nowhere where few blocks are summed
   T level;
+
+  int64_t summed() const { return features * padded<T>(width) + rest; }  // entries of sums and rests
+
+  SPARING_INLINE void shrink(T factor) {
+    for (int64_t i = 0; i < summed(); ++i) sums[i] *= factor;
+    for (int64_t i = 0; i < 2 * features * lanes<T>; ++i) mass[i] *= factor;
+  }
+
+  // Adds to the mass of a feature what a block of tokens weighs.
+  SPARING_INLINE void add_mass(int64_t feature, const T* phi, const T* factors) {
+    Vec<T> part{};
+    for (int r = 0; r < kRows; r += lanes<T>) part += load<T>(phi + r) * load<T>(factors + r);
+    add_to<T>(mass + feature * lanes<T>, features * lanes<T>, part);
+  }
 };
 
 template <class T>
 FeatureState<T> feature_state(Supply<T>& supply, int64_t features, int64_t width, T* sums) {
-  const int64_t wide = padded<T>(width);
-  return {features, width, sums ? sums : supply.take(features * wide), supply.take(features * lanes<T>),
-          supply.take(kRows * wide), supply.take(kRows), kNever<T>};
+  const int64_t wide = padded<T>(width), rest = sums ? 0 : features * wide;
+  return {features, width, sums ? sums : supply.take(2 * rest), supply.take(2 * features * lanes<T>),
+          supply.take(kRows * wide), supply.take(kRows), rest, kNever<T>};
 }
 
 template <class T>
 void clear(FeatureState<T>& state) {
-  for (int64_t i = 0; i < state.features * padded<T>(state.width); ++i) state.sums[i] = T(0);
-  for (int64_t i = 0; i < state.features * lanes<T>; ++i) state.mass[i] = T(0);
+  clear(state.sums, state.summed());
+  clear(state.mass, 2 * state.features * lanes<T>);
   state.level = kNever<T>;
 }
 
@@ -34,9 +49,7 @@ SPARING_INLINE T exponential_of(T x) {
 template <class T>
 void raise_level(FeatureState<T>& state, T level) {
   if (level <= state.level) return;
-  const T factor = exponential_of<T>(state.level - level);
-  for (int64_t i = 0; i < state.features * padded<T>(state.width); ++i) state.sums[i] *= factor;
-  for (int64_t i = 0; i < state.features * lanes<T>; ++i) state.mass[i] *= factor;
+  state.shrink(exponential_of<T>(state.level - level));
   state.level = level;
 }
 
@@ -60,13 +73,9 @@ void absorb_keys(FeatureState<T>& state, const FeatureBlock<T>& block, const T* 
     T* rows[kKeys];
     for (int64_t c = 0; c < some; ++c) {
       rows[c] = state.sums + (f + c) * wide;
-      T* mass = state.mass + (f + c) * lanes<T>;
-      Vec<T> total = load<T>(mass);
-      for (int r = 0; r < kRows; r += lanes<T>)
-        total += load<T>(block.phi + (f + c) * kRows + r) * load<T>(state.share + r);
-      store<T>(mass, total);
+      state.add_mass(f + c, block.phi + (f + c) * kRows, state.share);
     }
-    spread<T>(block.phi + f * kRows, some, state.rows, wide, rows);
+    spread<T>(block.phi + f * kRows, some, state.rows, wide, rows, kRows, state.rest);
   });
 }
 
@@ -110,26 +119,31 @@ void feature_sums(const FeatureSums<T>& call, int64_t begin, int64_t end, T* scr
   }
 }
 
+// to[i] = factor * sum over the chunks of a head of their rows, each chunk times its share; null: 1
+template <class T>
+void merge_rows(const T* parts, const T* shares, int64_t chunks, int64_t rows, int64_t width, int64_t stride, T factor,
+                T* to) {
+  for (int64_t f = 0; f < rows; ++f)
+    for (int64_t e = 0; e < width; ++e) {
+      Running<T> total;
+      for (int64_t c = 0; c < chunks; ++c) total.add((shares ? shares[c] : T(1)) * parts[(c * rows + f) * stride + e]);
+      to[f * width + e] = factor * total.sum;
+    }
+}
+
 template <class T>
 void feature_merge(const FeatureSums<T>& call, int64_t begin, int64_t end) {
   const int64_t features = call.from.features, wide = padded<T>(call.width);
   for (int64_t unit = begin; unit < end; ++unit) {
-    const T* levels = call.part_level + unit * call.chunks;
+    T* levels = call.part_level + unit * call.chunks;
     T level = kNever<T>;
     for (int64_t c = 0; c < call.chunks; ++c) level = levels[c] > level ? levels[c] : level;
     if (level == kNever<T>) level = T(0);
-    T *sums = call.sums + unit * features * call.width, *mass = call.mass + unit * features;
-    for (int64_t i = 0; i < features * call.width; ++i) sums[i] = T(0);
-    for (int64_t f = 0; f < features; ++f) mass[f] = T(0);
-    for (int64_t c = 0; c < call.chunks; ++c) {
-      const int64_t task = unit * call.chunks + c;
-      const T share = exponential_of<T>(levels[c] - level);
-      for (int64_t f = 0; f < features; ++f) {
-        const T* part = call.part_sums + (task * features + f) * wide;
-        for (int64_t e = 0; e < call.width; ++e) sums[f * call.width + e] += share * part[e];
-        mass[f] += share * call.part_mass[task * features + f];
-      }
-    }
+    for (int64_t c = 0; c < call.chunks; ++c) levels[c] = exponential_of<T>(levels[c] - level);  // now shares
+    const int64_t parts = unit * call.chunks * features;
+    merge_rows<T>(call.part_sums + parts * wide, levels, call.chunks, features, call.width, wide, T(1),
+                  call.sums + unit * features * call.width);
+    merge_rows<T>(call.part_mass + parts, levels, call.chunks, features, 1, 1, T(1), call.mass + unit * features);
     call.level[unit] = level;
   }
 }

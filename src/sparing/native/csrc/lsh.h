@@ -8,7 +8,7 @@ struct LshWindow {
   int64_t fetched;             // the place up to which memory was asked for
   int32_t *token, *place;      // [window], [rounds][window]: the key at a place, and its place in earlier rounds
   T *keys, *values;            // [window][padded depth or width]
-  T *key_grads, *value_grads;  // the same, backward only
+  T *key_grads, *value_grads;  // the same, then their rests, backward only
 };
 
 // A strip of queries in one round.
@@ -21,9 +21,9 @@ struct LshStrip {
   Int<T>*from, *length;    // [rounds][kStrip] arcs of the queries in this round and in earlier ones
   T *queries, *scores;     // [depth][kStrip], [span][kStrip]
   T top[kStrip<T>];        // the largest score
-  T* sums;                 // [kStrip][padded width], forward only
+  T* sums;                 // [kStrip][padded width], then their rests, forward only
   T *grads, *slopes;       // [width][kStrip], [span][kStrip], backward only
-  T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], backward only
+  T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], the last with rests, backward only
 };
 
 // Lays the parts out in `memory` and returns how many entries of T they need.
@@ -45,15 +45,15 @@ int64_t lay_out_lsh(LshWindow<T>* window, LshStrip<T>* strip, const Lsh<T>& call
   take(&window->keys, call.window * deep);
   take(&window->values, call.window * wide);
   if (!backward) {
-    take(&strip->sums, kStrip<T> * wide);
+    take(&strip->sums, 2 * kStrip<T> * wide);
   } else {
-    take(&window->key_grads, call.window * deep);
-    take(&window->value_grads, call.window * wide);
+    take(&window->key_grads, 2 * call.window * deep);
+    take(&window->value_grads, 2 * call.window * wide);
     take(&strip->grads, call.width * kStrip<T>);
     take(&strip->slopes, call.span * kStrip<T>);
     take(&strip->query_rows, kStrip<T> * deep);
     take(&strip->grad_rows, kStrip<T> * wide);
-    take(&strip->query_grads, kStrip<T> * deep);
+    take(&strip->query_grads, 2 * kStrip<T> * deep);
   }
   return used;
 }
@@ -249,26 +249,31 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
     const Vec<T> before = load<T>(top + r);
     const Vec<T> highest = larger<T>(before, load<T>(strip.top + r));
-    Vec<T> sum{};
+    Running<Vec<T>> sum;
     const Vec<T> shift = highest == kNever<T> ? Vec<T>{} : highest;
-    for (int64_t c = 0; c < keys; ++c) {
-      T* at = strip.scores + c * kStrip<T> + r;
-      const Vec<T> weight = exponential_below(load<T>(at) - shift);
-      store<T>(at, weight);
-      sum += weight;
-    }
+    in_places(strip.low, keys, [&](int64_t begin, int64_t end) {
+      Vec<T> part{};
+      for (int64_t c = begin; c < end; ++c) {
+        T* at = strip.scores + c * kStrip<T> + r;
+        const Vec<T> weight = exponential_below(load<T>(at) - shift);
+        store<T>(at, weight);
+        part += weight;
+      }
+      sum.add(part);
+    });
     const Vec<T> shrink = exponential_below(before - shift);
     store<T>(factor + r, shrink);
     store<T>(top + r, highest);
-    store<T>(total + r, load<T>(total + r) * shrink + sum);
+    store<T>(total + r, load<T>(total + r) * shrink + sum.sum);
   }
   for (int64_t r = 0; r < kStrip<T>; ++r) {
     const bool begun = !fresh && r < strip.count;
     const int64_t query = unit * call.queries + (begun ? strip.query[r] : 0);
     copy_row<T>(call.out + query * call.width, begun ? call.width : 0, wide, strip.sums + r * wide, factor[r]);
   }
-  mix_to_lanes<T>(strip.scores, window.values + (strip.low - window.low) * wide, strip.first, strip.last, keys, wide,
-                  strip.sums);
+  clear(strip.sums + kStrip<T> * wide, kStrip<T> * wide);
+  mix_to_lanes<T>(strip.scores, window.values + (strip.low - window.low) * wide, strip.first, strip.last, strip.low,
+                  keys, wide, strip.sums, kStrip<T> * wide);
   for (int64_t r = 0; r < strip.count; ++r) {
     const int64_t query = unit * call.queries + strip.query[r];
     copy_row<T>(strip.sums + r * wide, call.width, call.width, call.out + query * call.width);
@@ -322,6 +327,10 @@ void lsh_forward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t rou
 template <class T, bool back>
 void move_grads(LshWindow<T>& window, const Lsh<T>& call, int64_t unit) {
   const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  if (!back) {
+    clear(window.key_grads + call.window * deep, (window.high - window.low) * deep);
+    clear(window.value_grads + call.window * wide, (window.high - window.low) * wide);
+  }
   for (int64_t c = 0; c < window.high - window.low; ++c) {
     T* of_key = call.grad_k + (unit * call.keys + window.token[c]) * call.depth;
     T* of_value = call.grad_v + (unit * call.keys + window.token[c]) * call.width;
@@ -365,9 +374,11 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
       store<T>(slope, weight * (load<T>(slope) - minus) * call.scale);
     }
   }
-  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, keys, deep, strip.query_grads);
-  mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep);
-  mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide);
+  clear(strip.query_grads + kStrip<T> * deep, kStrip<T> * deep);
+  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, strip.low, keys, deep,
+                  strip.query_grads, kStrip<T> * deep);
+  mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep, call.window * deep);
+  mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide, call.window * wide);
   for (int64_t r = 0; r < strip.count; ++r)
     copy_row<T>(strip.query_grads + r * deep, call.depth, call.depth,
                 call.grad_q + (unit * call.queries + strip.query[r]) * call.depth);

@@ -19,6 +19,7 @@ template <class T>
 struct Absorbed {
   T *sums, *top, *total;  // [queries][stride], [queries], [queries][lanes]: the sum over lanes counts
   int64_t stride;         // padded width
+  int64_t rest, total_rest;  // where the rests of sums and totals stand
 };
 
 template <class T>
@@ -72,9 +73,10 @@ int64_t lay_out(const Multipole<T>& call, T* memory, MultipoleMemory<T>* parts) 
   take(&parts->gone, multipole_stretch(call) * kRows);
   take(&parts->gone_weight, multipole_stretch(call) * kRows);
   parts->absorbed.stride = padded<T>(call.width);
-  take(&parts->absorbed.sums, queries * parts->absorbed.stride);
+  parts->absorbed.rest = queries * parts->absorbed.stride, parts->absorbed.total_rest = queries * lanes<T>;
+  take(&parts->absorbed.sums, 2 * parts->absorbed.rest);
   take(&parts->absorbed.top, queries);
-  take(&parts->absorbed.total, queries * lanes<T>);
+  take(&parts->absorbed.total, 2 * parts->absorbed.total_rest);
   take(&parts->values, kRows * parts->absorbed.stride);
   take(&parts->shift, queries);
   take(&parts->missed, queries);
@@ -468,15 +470,15 @@ struct MultipoleBlock {
     Block<T>& block = memory.block;
     const int64_t poles = unit * call.clusters;
     for (int r = 0; r < block.used; r += lanes<T>) {
-      Vec<T> total{}, any_left{};
-      for (int64_t c = 0; c < shown; ++c) {
+      Vec<T> any_left{};
+      const Vec<T> total = long_sum<Vec<T>>(shown, 1, [&](int64_t c) {
         const int64_t slot = memory.slot[memory.visible[c]];
         const Vec<T> f = load<T>(memory.scores + c * kRows + r);
         Vec<T> weight = all(call.weight[poles + memory.visible[c]]);
         if (slot >= 0) weight -= load<T>(memory.gone_weight + slot * kRows + r);
-        total += f * weight;
         any_left = larger<T>(any_left, f);
-      }
+        return f * weight;
+      });
       store<T>(block.total + r, total);
       store<T>(block.top + r, any_left > T(0) ? load<T>(shift + r) : all(kNever<T>));
     }
@@ -484,7 +486,7 @@ struct MultipoleBlock {
     for (int64_t c = 0; c < shown; c += kKeys) {
       const int64_t some = shown - c < kKeys ? shown - c : kKeys;
       for (int64_t i = 0; i < some; ++i) rows[i] = call.pole_values + (poles + memory.visible[c + i]) * call.width;
-      weighted_sums<T>(rows, some, call.width, memory.scores + c * kRows, block.sums, block.used);
+      weighted_sums<T>(rows, some, call.width, memory.scores + c * kRows, block.sums, block.used, call.width * kRows);
     }
     // The row of scores of a cluster, for keys that know their cluster only.
     for (int64_t c = 0; c < shown; ++c) memory.slot[memory.visible[c]] = Int<T>(c);
@@ -510,17 +512,13 @@ struct MultipoleBlock {
           hits -= hit;
         }
         store<Int<T>>(met + r, hits);
-        Vec<T> top = load<T>(block.top + r), total = load<T>(block.total + r);
+        Vec<T> top = load<T>(block.top + r), total{};
         if (held<T>(high > top + kFar<T>)) {
           // Lanes that need it only, so that no lane's rounding depends on its neighbours.
           const Vec<T> higher = high > top + kFar<T> ? high : top, by = higher == kNever<T> ? Vec<T>{} : higher;
-          const Vec<T> factor = exponential(top - by);
-          total *= factor, top = higher;
+          block.shrink(r, exponential(top - by));
+          top = higher;
           store<T>(block.top + r, top);
-          for (int64_t e = 0; e < block.width; ++e) {
-            T* at = block.sums + e * kRows + r;
-            store<T>(at, load<T>(at) * factor);
-          }
         }
         const Vec<T> by = top == kNever<T> ? Vec<T>{} : top, fade = exponential(load<T>(shift + r) - by);
         for (int64_t c = range.begin; c < range.end; ++c) {
@@ -534,10 +532,10 @@ struct MultipoleBlock {
           }
           store<T>(at, weight);
         }
-        store<T>(block.total + r, total);
+        add_to<T>(block.total + r, kRows, total);
       }
       weighted_sums_strip<T>(some.values + range.begin, range.end - range.begin, block.width,
-                             block.scores + range.begin * kRows + strip, block.sums + strip);
+                             block.scores + range.begin * kRows + strip, block.sums + strip, block.width * kRows);
     }
   }
 
@@ -631,8 +629,10 @@ void hand_over(const Block<T>& block, int64_t count, const Absorbed<T>& to, int6
       total[0] = block.total[r];
       to.top[query + r] = block.top[r];
       store<T>(to.total + (query + r) * N, total);
+      store<T>(to.total + to.total_rest + (query + r) * N, Vec<T>{});
     }
     T* rows = to.sums + (query + first) * to.stride;
+    clear(rows + to.rest, some * to.stride);
     int64_t e = 0;
     for (; e + N <= block.width; e += N) {
       Vec<T> square[N];
@@ -670,19 +670,21 @@ struct Members {
     if (held<T>(high > to.top[query] + kFar<T>)) {
       const T top = largest<T>(high);
       const Vec<T> factor = exponential(all(to.top[query] - top));
-      T *total = to.total + query * N, *sums = to.sums + query * to.stride;
-      store<T>(total, load<T>(total) * factor);
-      for (int64_t e = 0; e < to.stride; e += N) store<T>(sums + e, load<T>(sums + e) * factor);
+      for (int64_t part = 0; part < 2; ++part) {  // sums and rests
+        T *total = to.total + part * to.total_rest + query * N, *sums = to.sums + part * to.rest + query * to.stride;
+        store<T>(total, load<T>(total) * factor);
+        for (int64_t e = 0; e < to.stride; e += N) store<T>(sums + e, load<T>(sums + e) * factor);
+      }
       to.top[query] = top;
     }
     const T shift = to.top[query] == kNever<T> ? T(0) : to.top[query];
-    Vec<T> total = load<T>(to.total + query * N);
+    Vec<T> total{};
     for (int64_t i = 0; i <= last; i += N) {
       const Vec<T> weight = exponential(load<T>(scores + i) - shift);
       store<T>(scores + i, weight);
       total += weight;
     }
-    store<T>(to.total + query * N, total);
+    add_to<T>(to.total + query * N, to.total_rest, total);
   }
 };
 
@@ -746,7 +748,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
           fetch(to.sums + coming * to.stride, to.stride);
           fetch(to.total + coming * lanes<T>, lanes<T>);
         }
-        spread<T>(scores, some, memory.values, to.stride, sums, count);
+        spread<T>(scores, some, memory.values, to.stride, sums, count, to.rest);
       }
     }
     from = end;

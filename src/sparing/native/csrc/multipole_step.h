@@ -77,12 +77,16 @@ template <class T, int64_t kAtOnce>
 SPARING_INLINE int64_t mix_some(const T* weight, const T* const* rows, int64_t count, int64_t width, int64_t e, T* out) {
   constexpr int64_t kAhead = 6, kEntries = kAtOnce * lanes<T>;
   for (; e + kEntries <= width; e += kEntries) {
-    Vec<T> sums[kAtOnce] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      if (i + kAhead < count) fetch(rows[i + kAhead] + e, kEntries);
-      for (int64_t j = 0; j < kAtOnce; ++j) sums[j] += weight[i] * load<T>(rows[i] + e + j * lanes<T>);
-    }
-    for (int64_t j = 0; j < kAtOnce; ++j) store<T>(out + e + j * lanes<T>, sums[j]);
+    Running<Vec<T>> total[kAtOnce];
+    in_runs(count, kRun, [&](int64_t begin, int64_t end) {
+      Vec<T> sums[kAtOnce] = {};
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < count) fetch(rows[i + kAhead] + e, kEntries);
+        for (int64_t j = 0; j < kAtOnce; ++j) sums[j] += weight[i] * load<T>(rows[i] + e + j * lanes<T>);
+      }
+      for (int64_t j = 0; j < kAtOnce; ++j) total[j].add(sums[j]);
+    });
+    for (int64_t j = 0; j < kAtOnce; ++j) store<T>(out + e + j * lanes<T>, total[j].sum);
   }
   return e;
 }
@@ -93,11 +97,7 @@ SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, in
   int64_t e = mix_some<T, 8>(weight, rows, count, width, 0, out);
   e = mix_some<T, 4>(weight, rows, count, width, e, out);
   e = mix_some<T, 1>(weight, rows, count, width, e, out);
-  for (; e < width; ++e) {
-    T total = T(0);
-    for (int64_t i = 0; i < count; ++i) total += weight[i] * rows[i][e];
-    out[e] = total;
-  }
+  for (; e < width; ++e) out[e] = long_sum<T>(count, 1, [&](int64_t i) { return weight[i] * rows[i][e]; });
 }
 
 // The cluster that is worth most of those that fit, the first of equals; -1 if none is worth more than `least`.
@@ -203,13 +203,11 @@ struct StepQuery {
   T mass_near() {
     near_top = kNever<T>;
     for (int64_t i = 0; i < rows; ++i) near_top = memory.weight[i] > near_top ? memory.weight[i] : near_top;
-    Vec<T> sums{};
-    for (int64_t i = 0; i < rows; i += lanes<T>) {
+    return sum<T>(long_sum<Vec<T>>(rows, lanes<T>, [&](int64_t i) {
       Vec<T> logits = load<T>(memory.weight + i);
       for (int64_t lane = rows - i; lane < lanes<T>; ++lane) logits[lane] = kNever<T>;
-      sums += exponential(logits - near_top);
-    }
-    return sum<T>(sums);
+      return exponential(logits - near_top);
+    }));
   }
 
   void expand(int64_t c) {
@@ -260,14 +258,14 @@ struct StepQuery {
 
   // Logits become weights, exp(logit - top); returns their sum.
   T weigh_rows(T top) {
-    Vec<T> sums{};
     T total = T(0);
-    int64_t i = 0;
-    for (; i + lanes<T> <= rows; i += lanes<T>) {
+    const int64_t whole = rows / lanes<T> * lanes<T>;
+    const Vec<T> sums = long_sum<Vec<T>>(whole, lanes<T>, [&](int64_t i) {
       const Vec<T> weight = exponential(load<T>(memory.weight + i) - top);
-      sums += weight, store<T>(memory.weight + i, weight);
-    }
-    for (; i < rows; ++i) total += memory.weight[i] = exponential(all(memory.weight[i] - top))[0];
+      store<T>(memory.weight + i, weight);
+      return weight;
+    });
+    for (int64_t i = whole; i < rows; ++i) total += memory.weight[i] = exponential(all(memory.weight[i] - top))[0];
     return total + sum<T>(sums);
   }
 

@@ -4,12 +4,14 @@ template <class T>
 struct PoleMemory {
   Triangle<T> covariance;  // folded: what stands above the diagonal is added below
   T *away, *turned;        // [kSome][depth] keys from their cluster's mean, [panels][kSome][kRows] times covariance
+  T *key, *value;          // [2][depth], [2][width] sums over a cluster, and their rests
 
   int64_t lay_out(const Poles<T>& call, T* memory) {
     const int64_t some = Triangle<T>::kSome, entries = Triangle<T>::entries(call.depth);
     covariance = {call.depth, memory};
     away = memory + entries, turned = away + some * call.depth;
-    return entries + some * call.depth + Triangle<T>::panels(call.depth) * some * kRows;
+    key = turned + Triangle<T>::panels(call.depth) * some * kRows, value = key + 2 * call.depth;
+    return entries + some * call.depth + Triangle<T>::panels(call.depth) * some * kRows + 2 * (call.depth + call.width);
   }
 };
 
@@ -45,42 +47,46 @@ SPARING_INLINE T distance(const T* a, const T* b, T factor, int64_t count) {
 
 // Weights, means and offset of one cluster; the values' spread.
 template <class T>
-void describe_cluster(const Poles<T>& call, int64_t item, int64_t head, int64_t cluster, const int32_t* members,
-                      int64_t count) {
+void describe_cluster(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item, int64_t head, int64_t cluster,
+                      const int32_t* members, int64_t count) {
   const int64_t unit = item * call.heads + head, at = unit * call.clusters * call.chunks + cluster;
   const T* mean = call.mean + (unit * call.chunks + cluster / call.clusters) * call.depth;
   T *key = call.pole_keys + at * call.depth, *value = call.pole_values + at * call.width;
   T* shares = call.shares + unit * call.keys;
-  for (int64_t k = 0; k < call.depth; ++k) key[k] = T(0);
-  for (int64_t e = 0; e < call.width; ++e) value[e] = T(0);
-  T top = kNever<T>, weight = T(0), scatter = T(0);
+  clear(memory.key, 2 * call.depth);
+  clear(memory.value, 2 * call.width);
+  T top = kNever<T>;
+  Running<T> weight;
   for (int64_t i = 0; i < count; ++i) {
     shares[members[i]] = call.scale * dot<T>(call.k.at(item, head, members[i]), mean, call.depth);
     top = shares[members[i]] > top ? shares[members[i]] : top;
   }
-  constexpr int64_t kSome = 64;
-  T share[kSome];
-  Int<T> list[kSome];
-  for (int64_t first = 0; first < count; first += kSome) {
-    const int64_t some = count - first < kSome ? count - first : kSome;
-    for (int64_t i = 0; i < kSome; ++i) {
+  T share[kRun];
+  Int<T> list[kRun];
+  in_runs(count, kRun, [&](int64_t first, int64_t end) {
+    const int64_t some = end - first;
+    for (int64_t i = 0; i < kRun; ++i) {
       const T log_share = i < some ? shares[members[first + i]] - top : T(0);
       share[i] = log_share > call.faintest ? log_share : call.faintest;
     }
     for (int64_t i = 0; i < some; i += lanes<T>) store<T>(share + i, exponential(load<T>(share + i)));
+    T weighed = T(0);
     for (int64_t i = 0; i < some; ++i) {
       list[i] = Int<T>(members[first + i]);
       shares[list[i]] = share[i];
-      weight += share[i];
+      weighed += share[i];
     }
-    add_rows<T>(share, list, some, call.k.at(item, head, 0), call.k.token_step, call.depth, key);
-    add_rows<T>(share, list, some, call.v.at(item, head, 0), call.v.token_step, call.width, value);
-  }
-  const T part = count ? T(1) / weight : T(1);
-  for (int64_t k = 0; k < call.depth; ++k) key[k] *= part;
-  for (int64_t i = 0; i < count; ++i)
-    scatter += shares[members[i]] * distance<T>(call.v.at(item, head, members[i]), value, part, call.width);
-  call.weight[at] = weight;
+    weight.add(weighed);
+    add_rows<T>(share, list, some, call.k.at(item, head, 0), call.k.token_step, call.depth, memory.key, call.depth);
+    add_rows<T>(share, list, some, call.v.at(item, head, 0), call.v.token_step, call.width, memory.value, call.width);
+  });
+  const T part = count ? T(1) / weight.sum : T(1);
+  for (int64_t k = 0; k < call.depth; ++k) key[k] = part * memory.key[k];
+  for (int64_t e = 0; e < call.width; ++e) value[e] = memory.value[e];
+  const T scatter = long_sum<T>(count, 1, [&](int64_t i) {
+    return shares[members[i]] * distance<T>(call.v.at(item, head, members[i]), value, part, call.width);
+  });
+  call.weight[at] = weight.sum;
   call.offset[at] = count ? top - call.scale * dot<T>(mean, key, call.depth) : T(0);
   call.scatter[at] = scatter * part;
   call.spread[at] = T(0);
@@ -97,7 +103,8 @@ void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item
   triangle.fill([&](int64_t k, int64_t c) {
     return k == c ? covariance[k * d + k] : covariance[k * d + c] + covariance[c * d + k];
   });
-  int64_t cluster = chunk * call.clusters, owner[Triangle<T>::kSome];
+  int64_t cluster = chunk * call.clusters, owner[Triangle<T>::kSome], summed = -1;
+  Running<T> spread;  // of the cluster `summed`
   const int64_t end = bounds[(chunk + 1) * call.clusters], step = triangle.kSome * kRows;
   for (int64_t first = bounds[cluster]; first < end; first += triangle.kSome) {
     const int64_t count = end - first < triangle.kSome ? end - first : triangle.kSome;
@@ -113,7 +120,9 @@ void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item
       for (int64_t c = 0; c < d; c += kRows)
         total += dot<T>(memory.turned + c / kRows * step + r * kRows, memory.away + r * d + c,
                         d - c < kRows ? d - c : kRows);
-      call.spread[owner[r]] += call.shares[unit * call.keys + members[first + r]] * total;
+      if (owner[r] != summed) spread = {}, summed = owner[r];
+      spread.add(call.shares[unit * call.keys + members[first + r]] * total);
+      call.spread[summed] = spread.sum;
     }
   }
 }
@@ -129,7 +138,7 @@ void poles(const Poles<T>& call, int64_t begin, int64_t end, T* scratch) {
     const int32_t* members = call.members + unit * call.keys;
     const int64_t from = chunk * call.clusters, to = from + call.clusters;
     for (int64_t c = from; c < to; ++c)
-      describe_cluster(call, item, head, c, members + bounds[c], bounds[c + 1] - bounds[c]);
+      describe_cluster(call, memory, item, head, c, members + bounds[c], bounds[c + 1] - bounds[c]);
     add_spreads(call, memory, item, head, chunk);
     for (int64_t c = from; c < to; ++c) {
       const int64_t at = unit * every + c;

@@ -32,11 +32,8 @@ SPARING_INLINE Panels<T> in_rows(const T* data, int64_t columns) {
 // out[i][lane] (+)= sum_k a(i, k) panel[k][lane] for i < M, for one panel's lanes
 template <class T, int M>
 SPARING_INLINE void panel_tile(Strided<T> a, int64_t depth, const T* panel, int64_t panel_row, T* out, int64_t out_row,
-                               bool add) {
+                               bool add, int64_t rest) {
   Vec<T> sums[M][kWide] = {};
-  if (add)
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(out + i * out_row + j * lanes<T>);
   const T* row[M];
   for (int i = 0; i < M; ++i) row[i] = a.data + i * a.row;
   for (int64_t k = 0; k < depth; ++k) {
@@ -48,24 +45,39 @@ SPARING_INLINE void panel_tile(Strided<T> a, int64_t depth, const T* panel, int6
     }
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) store<T>(out + i * out_row + j * lanes<T>, sums[i][j]);
+    for (int j = 0; j < kWide; ++j) {
+      T* to = out + i * out_row + j * lanes<T>;
+      add ? add_to<T>(to, rest, sums[i][j]) : store<T>(to, sums[i][j]);
+    }
 }
 
 // out[i][j] (+)= sum_k a(i, k) b(k, j) for i < count, k < depth, j < columns (whole panels)
 template <class T>
 void product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64_t columns, T* out, int64_t out_row,
-             bool add = false) {
+             bool add = false, int64_t rest = 0) {
   for (int64_t j = 0; j < columns; j += kPanel<T>) {
     const T* panel = b.data + j / kPanel<T> * b.panel;
     in_tiles<kDeep>(count, [&]<int M>(int64_t i) {
       const T* rows = a.data + i * a.row;
       T* to = out + i * out_row + j;
       if (a.step == 1)  // a constant step costs no multiplication
-        panel_tile<T, M>({rows, a.row, 1}, depth, panel, b.row, to, out_row, add);
+        panel_tile<T, M>({rows, a.row, 1}, depth, panel, b.row, to, out_row, add, rest);
       else
-        panel_tile<T, M>({rows, a.row, a.step}, depth, panel, b.row, to, out_row, add);
+        panel_tile<T, M>({rows, a.row, a.step}, depth, panel, b.row, to, out_row, add, rest);
     });
   }
+}
+
+// The same for a long sum, which starts at zero; `rest` says where those of the rows of `out` stand.
+template <class T>
+void long_product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64_t columns, T* out, int64_t out_row,
+                  int64_t rest) {
+  if (depth > 2 * kRun) clear(out + rest, count * out_row);
+  if (!depth) clear(out, count * out_row);
+  in_runs(depth, 2 * kRun, [&](int64_t begin, int64_t end) {
+    product<T>({a.data + begin * a.step, a.row, a.step}, count, end - begin, {b.data + begin * b.row, b.panel, b.row},
+               columns, out, out_row, begin > 0, rest);
+  });
 }
 
 // One row of a matrix in panels of `depth` rows; zeros beyond its `width` entries.

@@ -19,13 +19,13 @@ void received_block(const Received<T>& call, int64_t item, int64_t head, int64_t
   }
   T share[kRows];  // what a weight is multiplied with: 1 / total, or nothing for queries that do not count
   for (int r = 0; r < kRows; r += lanes<T>) {
-    Vec<T> top = all(kNever<T>), total{};
+    Vec<T> top = all(kNever<T>);
     for (int64_t c = 0; c < found; ++c) top = larger<T>(top, load<T>(scores + c * kRows + r));
-    for (int64_t c = 0; c < found; ++c) {
+    const Vec<T> total = long_sum<Vec<T>>(found, 1, [&](int64_t c) {
       const Vec<T> weight = exponential(load<T>(scores + c * kRows + r) - top);
       store<T>(scores + c * kRows + r, weight);
-      total += weight;
-    }
+      return weight;
+    });
     for (int i = 0; i < lanes<T>; ++i) {
       share[r + i] = T(0);
       if (r + i >= count) continue;

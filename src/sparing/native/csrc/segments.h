@@ -23,22 +23,34 @@ SPARING_INLINE void segments_visit(const Segments<T>& call, int64_t item, const 
 }
 
 template <class T>
-void segment_means(const Segments<T>& call, int64_t begin, int64_t end) {
+int64_t segments_scratch(const Segments<T>& call) {
+  return 3 * call.width;
+}
+
+template <class T>
+void segment_means(const Segments<T>& call, int64_t begin, int64_t end, T* scratch) {
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t item = unit / call.heads, head = unit % call.heads;
-    T* out = call.out + unit * call.segments * call.width;
-    for (int64_t i = 0; i < call.segments * call.width; ++i) out[i] = T(0);
+    T *out = call.out + unit * call.segments * call.width, *part = scratch, *sums = scratch + call.width;
+    T* rests = sums + call.width;
+    clear(out, call.segments * call.width);
+    clear(scratch, 3 * call.width);
     int64_t rank_in_segment = 0;
     segments_visit(call, item, [&](int64_t j, int64_t segment, int64_t size) {
       if (segment < 0) return;
       const T* from = call.x.at(item, head, j);
-      T* to = out + segment * call.width;
-      if (++rank_in_segment < size) {
-        for (int64_t e = 0; e < call.width; ++e) to[e] += from[e];
-      } else {
-        for (int64_t e = 0; e < call.width; ++e) to[e] = (to[e] + from[e]) / T(size);
-        rank_in_segment = 0;
+      for (int64_t e = 0; e < call.width; ++e) part[e] += from[e];
+      const bool last = ++rank_in_segment == size;
+      if (!last && rank_in_segment % kRun) return;
+      for (int64_t e = 0; e < call.width; ++e) {
+        Running<T> total{sums[e], rests[e]};
+        total.add(part[e]);
+        part[e] = T(0), sums[e] = total.sum, rests[e] = total.rest;
       }
+      if (!last) return;
+      for (int64_t e = 0; e < call.width; ++e) out[segment * call.width + e] = sums[e] / T(size);
+      clear(sums, 2 * call.width);
+      rank_in_segment = 0;
     });
   }
 }
@@ -58,5 +70,5 @@ void segment_means_backward(const Segments<T>& call, int64_t begin, int64_t end)
 
 template <class T>
 constexpr SegmentKernels<T> segment_kernels() {
-  return {segment_means<T>, segment_means_backward<T>};
+  return {segments_scratch<T>, segment_means<T>, segment_means_backward<T>};
 }

@@ -15,7 +15,8 @@ struct Segments {
 
 template <class T>
 struct SegmentKernels {  // the work on the heads of items from `begin` to `end`
-  void (*means)(const Segments<T>&, int64_t begin, int64_t end);
+  int64_t (*scratch)(const Segments<T>&);
+  void (*means)(const Segments<T>&, int64_t begin, int64_t end, T* scratch);
   void (*means_backward)(const Segments<T>&, int64_t begin, int64_t end);
 };
 

@@ -25,7 +25,8 @@ Tensor means(Tensor x, Optional keep, int64_t segments) {
     Tensor out = fresh({call.items, call.heads, segments, call.width}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     const SegmentKernels<T>& use = kernels().of<T>().segments;
-    in_parallel<T>(call.items * call.heads, 1, 0, [&](int64_t begin, int64_t end, T*) { use.means(call, begin, end); });
+    in_parallel<T>(call.items * call.heads, 1, use.scratch(call),
+                   [&](int64_t begin, int64_t end, T* scratch) { use.means(call, begin, end, scratch); });
     return out;
   });
 }

@@ -6,6 +6,7 @@ inline constexpr int64_t kWord = 32;         // rows whose signs fill a word
 inline constexpr int64_t kSlots = 256;       // slots of a forward task
 inline constexpr int64_t kTokens = 256;      // tokens of a backward task
 inline constexpr int64_t kMaxWords = kSlots / kWord;
+inline constexpr int64_t kFolded = 16 * kWord;  // tokens whose sums are added up plainly
 template <class T>
 inline constexpr int64_t kColumns = 128 / int64_t(sizeof(T));  // columns at a time: the sums of 32 rows fill 16 KiB
 
@@ -38,16 +39,13 @@ void tabulate(const T* const* rows, int64_t first, int64_t width, T* sums) {
   }
 }
 
-// out[i][column] += the signed sum that the bits of words[i] select, for M results next to each other
+// out[i][column] += the signed sum that the bits of words[i] select, for M results next to each other; summed from zero
 template <class T, int M>
 SPARING_INLINE void look_up(const T* sums, const uint32_t* words, T* out, int64_t stride) {
   constexpr int kVectors = int(kColumns<T>) / lanes<T>;
-  Vec<T> total[M][kVectors];
+  Vec<T> total[M][kVectors] = {};
   uint32_t word[M];
-  for (int i = 0; i < M; ++i) {
-    word[i] = words[i];
-    for (int j = 0; j < kVectors; ++j) total[i][j] = load<T>(out + i * stride + j * lanes<T>);
-  }
+  for (int i = 0; i < M; ++i) word[i] = words[i];
 #pragma GCC unroll 2  // unrolled further, the sums are reordered into long chains and the registers run out
   for (const T* group = sums; group < sums + kWord / 4 * 16 * kColumns<T>; group += 16 * kColumns<T>)
     for (int i = 0; i < M; ++i) {
@@ -56,7 +54,7 @@ SPARING_INLINE void look_up(const T* sums, const uint32_t* words, T* out, int64_
       for (int j = 0; j < kVectors; ++j) total[i][j] += load<T>(chosen + j * lanes<T>);
     }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kVectors; ++j) store<T>(out + i * stride + j * lanes<T>, total[i][j]);
+    for (int j = 0; j < kVectors; ++j) add_to<T>(out + i * stride + j * lanes<T>, 0, total[i][j]);
 }
 
 // out[i] += sum_b +-rows[b], b < 32, plus where words[i] has bit b; rows of `stride` entries, whole strips
@@ -107,7 +105,7 @@ int64_t signs_tasks(const Signs<T>& call, bool backward) {
 
 template <class T>
 int64_t signs_scratch(const Signs<T>& call, bool backward) {
-  return kWord / 4 * 16 * kColumns<T> + (backward ? kTokens : kSlots) * in_strips<T>(call.width);
+  return kWord / 4 * 16 * kColumns<T> + (backward ? kTokens : 3 * kSlots) * in_strips<T>(call.width);
 }
 
 template <class T>
@@ -117,14 +115,20 @@ T sign_size(const Signs<T>& call) {
 
 template <class T>
 void signs_forward(const Signs<T>& call, int64_t begin, int64_t end, T* scratch) {
-  T *sums = scratch, *out = scratch + kWord / 4 * 16 * kColumns<T>;
-  const T size = sign_size(call);
   const int64_t stride = in_strips<T>(call.width), blocks = (call.slots + kSlots - 1) / kSlots;
+  const int64_t entries = kSlots * stride;
+  // Of some tokens, and of all of them with the rests: two levels, as in sums.h, but the second is rarely touched.
+  T *sums = scratch, *out = scratch + kWord / 4 * 16 * kColumns<T>, *every = out + entries;
+  const T size = sign_size(call);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / blocks, start = task % blocks * kSlots;
     const int64_t item = unit / call.heads, head = unit % call.heads;
     const int64_t slots = call.slots - start < kSlots ? call.slots - start : kSlots;
-    for (int64_t i = 0; i < kSlots * stride; ++i) out[i] = T(0);
+    clear(out, 3 * entries);
+    const auto fold = [&] {
+      for (int64_t i = 0; i < slots * stride; i += lanes<T>) add_to<T>(every + i, entries, load<T>(out + i));
+      clear(out, slots * stride);
+    };
     int64_t rank = 0;
     for (int64_t next = 0; next < call.tokens;) {
       const T* rows[kWord];
@@ -139,10 +143,12 @@ void signs_forward(const Signs<T>& call, int64_t begin, int64_t end, T* scratch)
       for (int64_t w = 0; w < count; ++w) turn_bits(words[w]);  // now the signs of one slot are a word
       add_signed(rows, call.width, words[0], slots, sums, out, stride);
       rank += found;
+      if (rank % kFolded == 0) fold();
     }
+    fold();
     T* to = call.out + (unit * call.slots + start) * call.width;
     for (int64_t s = 0; s < slots; ++s)
-      for (int64_t e = 0; e < call.width; ++e) to[s * call.width + e] = size * out[s * stride + e];
+      for (int64_t e = 0; e < call.width; ++e) to[s * call.width + e] = size * every[s * stride + e];
   }
 }
 

@@ -5,18 +5,24 @@ template <class T>
 struct Block {
   int64_t depth, width;  // entries of a query and of a value
   T* queries;            // [depth][kRows], scaled
-  T* sums;               // [width][kRows]
+  T* sums;               // [width][kRows], then their rests
   T* scores;             // [kKeys][kRows]
   T* top;                // [kRows] largest score so far
-  T* total;              // [kRows] sum of exp(score - top)
+  T* total;              // [kRows] sum of exp(score - top), then their rests
   T* slopes;             // [kKeys][kRows], backward only
   T* grads;              // [width][kRows] gradient of the output, backward only
-  T* query_grads;        // [depth][kRows], backward only
+  T* query_grads;        // [depth][kRows], then their rests, backward only
   T* query_rows;         // [kRows][padded depth], backward only
   T* grad_rows;          // [kRows][padded width], backward only
   int64_t used = kRows;  // lanes that hold queries, in whole strips; the others are left alone
 
   void use(int64_t queries) { used = padded<T>(queries); }
+
+  // Multiplies what the lanes from r on have summed up.
+  SPARING_INLINE void shrink(int r, Vec<T> factor) {
+    for (int i = 0; i < 2; ++i) store<T>(total + i * kRows + r, load<T>(total + i * kRows + r) * factor);
+    for (int64_t e = 0; e < 2 * width; ++e) store<T>(sums + e * kRows + r, load<T>(sums + e * kRows + r) * factor);
+  }
 };
 
 // Lays the parts of a block out in `memory` (64-byte aligned) and returns how many entries they need.
@@ -30,13 +36,13 @@ int64_t lay_out(Block<T>* block, T* memory, bool backward) {
   take(&block->queries, block->depth * kRows);
   take(&block->scores, kKeys * kRows);
   take(&block->top, kRows);
-  take(&block->total, kRows);
+  take(&block->total, 2 * kRows);
   if (!backward) {
-    take(&block->sums, block->width * kRows);
+    take(&block->sums, 2 * block->width * kRows);
   } else {
     take(&block->slopes, kKeys * kRows);
     take(&block->grads, block->width * kRows);
-    take(&block->query_grads, block->depth * kRows);
+    take(&block->query_grads, 2 * block->depth * kRows);
     take(&block->query_rows, padded<T>(block->depth) * kRows);
     take(&block->grad_rows, padded<T>(block->width) * kRows);
   }
@@ -60,8 +66,9 @@ inline constexpr T kNormal = sizeof(T) == 4 ? T(__FLT_MIN__) : T(__DBL_MIN__);
 
 template <class T>
 void start(Block<T>& block) {
-  for (int64_t i = 0; i < block.width * kRows; ++i) block.sums[i] = T(0);
-  for (int r = 0; r < kRows; ++r) block.top[r] = kNever<T>, block.total[r] = T(0);
+  clear(block.sums, 2 * block.width * kRows);
+  clear(block.total, 2 * kRows);
+  for (int r = 0; r < kRows; ++r) block.top[r] = kNever<T>;
 }
 
 // What a block sees of a tile of keys. masks: whether mask(key, first lane) has to be asked, true in the lanes that see
@@ -119,20 +126,11 @@ void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64
         total += weight;
       }
       store<T>(block.top + r, top);
-      if (any<T>(top != before)) {
-        const Vec<T> factor = exponential(before - shift);
-        total += load<T>(block.total + r) * factor;
-        for (int64_t e = 0; e < block.width; ++e) {
-          T* at = block.sums + e * kRows + r;
-          store<T>(at, load<T>(at) * factor);
-        }
-      } else {
-        total += load<T>(block.total + r);
-      }
-      store<T>(block.total + r, total);
+      if (any<T>(top != before)) block.shrink(r, exponential(before - shift));
+      add_to<T>(block.total + r, kRows, total);
     }
     weighted_sums_strip<T>(values + range.begin, range.end - range.begin, block.width,
-                           block.scores + range.begin * kRows + strip, block.sums + strip);
+                           block.scores + range.begin * kRows + strip, block.sums + strip, block.width * kRows);
   }
 }
 
@@ -162,7 +160,7 @@ void start_backward(
   rows(queries, block.depth, block.query_rows);
   rows(grads, block.width, block.grad_rows);
   transpose<T>(grads, count, block.width, T(1), block.grads);
-  for (int64_t i = 0; i < block.depth * kRows; ++i) block.query_grads[i] = T(0);
+  clear(block.query_grads, 2 * block.depth * kRows);
   // The same products as those of the slopes, of which the diagonal counts: where one key has all the weight, output and
   // value are the same numbers, and the slope is exactly zero, as it should be.
   static_assert(kStrip<T> <= kKeys && kRows % kStrip<T> == 0);
@@ -180,10 +178,11 @@ void start_backward(
 }
 
 // Adds what `count` keys get and give: d value = weight * grad, d score = weight * (grad . value - delta), and from that
-// the gradients of query and key (without the scale). The rows of the gradients are padded.
+// the gradients of query and key (without the scale). The rows of the gradients are padded; `rest` says where the rests
+// of those of keys and values stand.
 template <class T, class Mask>
 void absorb_backward(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask,
-                     T* const* key_grads, T* const* value_grads) {
+                     T* const* key_grads, T* const* value_grads, int64_t rest) {
   for (int strip = 0; strip < block.used; strip += kStrip<T>) {
     masked_scores(block, keys, {0, count}, strip, mask);
     dots_strip<T>(values, count, block.width, block.grads + strip, block.slopes + strip);
@@ -198,7 +197,7 @@ void absorb_backward(Block<T>& block, const T* const* keys, const T* const* valu
       }
     }
   }
-  spread<T>(block.scores, count, block.grad_rows, padded<T>(block.width), value_grads, block.used);
-  spread<T>(block.slopes, count, block.query_rows, padded<T>(block.depth), key_grads, block.used);
-  weighted_sums<T>(keys, count, block.depth, block.slopes, block.query_grads, block.used);
+  spread<T>(block.scores, count, block.grad_rows, padded<T>(block.width), value_grads, block.used, rest);
+  spread<T>(block.slopes, count, block.query_rows, padded<T>(block.depth), key_grads, block.used, rest);
+  weighted_sums<T>(keys, count, block.depth, block.slopes, block.query_grads, block.used, block.depth * kRows);
 }

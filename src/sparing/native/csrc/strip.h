@@ -2,7 +2,8 @@
 // same keys, the blocks of softmax.h would mostly multiply what they mask.
 //
 // What a lane computes does not depend on the other lanes of the strip, nor on which keys they make it skip: all sums
-// run over the keys in their order, and a key that a lane does not see adds exactly zero.
+// run over the keys in their order, in tiles that end at the same places, and a key that a lane does not see adds
+// exactly zero.
 
 // Rows that are summed at once by mix_rows().
 inline constexpr int kMixed = SPARING_REGISTERS == 32 ? 8 : 4;
@@ -31,14 +32,23 @@ void strip_dots(const T* rows, int64_t stride, int64_t count, int64_t depth, con
   });
 }
 
+// Calls visit(begin, end) for tiles of keys from place `low` on. They end at the same places for every strip, so that
+// strips with other neighbours sum in the same order.
+template <class Visit>
+SPARING_INLINE void in_places(int64_t low, int64_t count, const Visit& visit) {
+  for (int64_t begin = 0, end; begin < count; begin = end) {
+    end = begin + kKeys - ((low + begin) % kKeys + kKeys) % kKeys;
+    end = end < count ? end : count;
+    visit(begin, end);
+  }
+}
+
 // to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries
 template <class T, int M>
 SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* from, int64_t count,
-                             int64_t stride, T* to) {
+                             int64_t stride, T* to, int64_t rest) {
   for (int64_t e = 0; e < stride; e += kWide * lanes<T>) {
-    Vec<T> sums[M][kWide];
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(to + i * stride + e + j * lanes<T>);
+    Vec<T> sums[M][kWide] = {};
     for (int64_t c = 0; c < count; ++c) {
       Vec<T> point[kWide];
       for (int j = 0; j < kWide; ++j) point[j] = load<T>(from + c * stride + e + j * lanes<T>);
@@ -48,30 +58,31 @@ SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, co
       }
     }
     for (int i = 0; i < M; ++i)
-      for (int j = 0; j < kWide; ++j) store<T>(to + i * stride + e + j * lanes<T>, sums[i][j]);
+      for (int j = 0; j < kWide; ++j) add_to<T>(to + i * stride + e + j * lanes<T>, rest, sums[i][j]);
   }
 }
 
-// to[lane] += sum_c weights[c][lane] from[c] for c < count; lanes from i on are zero outside first[i / kMixed] to
-// last[i / kMixed]
+// to[lane] += sum_c weights[c][lane] from[c] for c < count, which stand from place `low` on; lanes from i on are zero
+// outside first[i / kMixed] to last[i / kMixed]
 template <class T>
-void mix_to_lanes(const T* weights, const T* from, const int32_t* first, const int32_t* last, int64_t count,
-                  int64_t stride, T* to) {
-  for (int64_t c = 0; c < count; c += kKeys)  // few enough to stay in the cache
+void mix_to_lanes(const T* weights, const T* from, const int32_t* first, const int32_t* last, int64_t low,
+                  int64_t count, int64_t stride, T* to, int64_t rest) {
+  in_places(low, count, [&](int64_t tile, int64_t tile_end) {  // few enough to stay in the cache
     for (int i = 0; i < kStrip<T>; i += kMixed) {
-      const int64_t begin = first[i / kMixed] > c ? first[i / kMixed] : c;
-      const int64_t end = last[i / kMixed] < c + kKeys ? last[i / kMixed] : c + kKeys;
+      const int64_t begin = first[i / kMixed] > tile ? first[i / kMixed] : tile;
+      const int64_t end = last[i / kMixed] < tile_end ? last[i / kMixed] : tile_end;
       if (begin < end)
         mix_tile<T, kMixed>(weights + begin * kStrip<T> + i, 1, kStrip<T>, from + begin * stride, end - begin, stride,
-                            to + i * stride);
+                            to + i * stride, rest);
     }
+  });
 }
 
 // to[c] += sum_lane weights[c][lane] from[lane] for c < count
 template <class T>
-void mix_from_lanes(const T* weights, const T* from, int64_t count, int64_t stride, T* to) {
+void mix_from_lanes(const T* weights, const T* from, int64_t count, int64_t stride, T* to, int64_t rest) {
   in_tiles<kMixed>(count, [&]<int M>(int64_t c) {
-    mix_tile<T, M>(weights + c * kStrip<T>, kStrip<T>, 1, from, kStrip<T>, stride, to + c * stride);
+    mix_tile<T, M>(weights + c * kStrip<T>, kStrip<T>, 1, from, kStrip<T>, stride, to + c * stride, rest);
   });
 }
 

@@ -29,10 +29,9 @@ SPARING_INLINE void dot_tile(const T* const* rows, int64_t depth, const T* colum
 
 // sums[i][lane] += sum_k rows[k][first + i] columns[k][lane] for i < M, for kWide vectors of lanes
 template <class T, int M>
-SPARING_INLINE void sum_tile(const T* const* rows, int64_t first, int64_t count, const T* columns, T* out) {
-  Vec<T> sums[M][kWide];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(out + i * kRows + j * lanes<T>);
+SPARING_INLINE void sum_tile(const T* const* rows, int64_t first, int64_t count, const T* columns, T* out,
+                             int64_t rest) {
+  Vec<T> sums[M][kWide] = {};
   for (int64_t k = 0; k < count; ++k) {
     const T* row = rows[k] + first;
     Vec<T> column[kWide];
@@ -43,15 +42,14 @@ SPARING_INLINE void sum_tile(const T* const* rows, int64_t first, int64_t count,
     }
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) store<T>(out + i * kRows + j * lanes<T>, sums[i][j]);
+    for (int j = 0; j < kWide; ++j) add_to<T>(out + i * kRows + j * lanes<T>, rest, sums[i][j]);
 }
 
 // rows[i][first ...] += sum_r weights[i][r] points[r][first ...] for i < M, for kWide vectors of the points' entries
 template <class T, int M>
-SPARING_INLINE void spread_tile(const T* weights, int64_t count, const T* points, int64_t stride, T* const* rows) {
-  Vec<T> sums[M][kWide];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(rows[i] + j * lanes<T>);
+SPARING_INLINE void spread_tile(const T* weights, int64_t count, const T* points, int64_t stride, T* const* rows,
+                                int64_t rest) {
+  Vec<T> sums[M][kWide] = {};
   for (int64_t r = 0; r < count; ++r) {
     Vec<T> point[kWide];
     for (int j = 0; j < kWide; ++j) point[j] = load<T>(points + r * stride + j * lanes<T>);
@@ -61,7 +59,7 @@ SPARING_INLINE void spread_tile(const T* weights, int64_t count, const T* points
     }
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < kWide; ++j) store<T>(rows[i] + j * lanes<T>, sums[i][j]);
+    for (int j = 0; j < kWide; ++j) add_to<T>(rows[i] + j * lanes<T>, rest, sums[i][j]);
 }
 
 // Calls tile<M>(i) for i = 0, M, 2M, ... and a smaller one for what remains of `count`.
@@ -89,8 +87,9 @@ void dots_strip(const T* const* rows, int64_t count, int64_t depth, const T* col
 
 // sums[e][.] += sum_c rows[c][e] weights[c][.] for e < width and the columns of one strip
 template <class T>
-void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums) {
-  in_tiles<kDeep>(width, [&]<int M>(int64_t e) { sum_tile<T, M>(rows, e, count, weights, sums + e * kRows); });
+void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums,
+                         int64_t rest = 0) {
+  in_tiles<kDeep>(width, [&]<int M>(int64_t e) { sum_tile<T, M>(rows, e, count, weights, sums + e * kRows, rest); });
 }
 
 // The same for the first `used` columns, a number of whole strips.
@@ -112,8 +111,8 @@ void dots_narrow(const T* const* rows, int64_t count, int64_t depth, const T* co
 
 template <class T>
 void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums,
-                   int64_t used = kRows) {
-  for (int64_t r = 0; r < used; r += kStrip<T>) weighted_sums_strip<T>(rows, count, width, weights + r, sums + r);
+                   int64_t used = kRows, int64_t rest = 0) {
+  for (int64_t r = 0; r < used; r += kStrip<T>) weighted_sums_strip<T>(rows, count, width, weights + r, sums + r, rest);
 }
 
 // The width of a padded row: whole tiles of spread().
@@ -125,12 +124,13 @@ constexpr int64_t padded(int64_t width) {
 
 // sums[c] += sum_r weights[c][r] points[r] for c < count, r < used; all rows are padded
 template <class T>
-void spread(const T* weights, int64_t count, const T* points, int64_t stride, T* const* sums, int64_t used = kRows) {
+void spread(const T* weights, int64_t count, const T* points, int64_t stride, T* const* sums, int64_t used = kRows,
+            int64_t rest = 0) {
   for (int64_t e = 0; e < stride; e += kWide * lanes<T>)
     in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
       T* rows[M];
       for (int i = 0; i < M; ++i) rows[i] = sums[c + i] + e;
-      spread_tile<T, M>(weights + c * kRows, used, points + e, stride, rows);
+      spread_tile<T, M>(weights + c * kRows, used, points + e, stride, rows, rest);
     });
 }
 

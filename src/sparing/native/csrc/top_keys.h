@@ -78,19 +78,21 @@ struct Candidates {
   }
 
   // Writes the softmax over the candidates of their values, and its log-sum-exp; without candidates zeros and -inf.
-  void finish(const T* values, int64_t stride, int64_t width, T* out, T* lse) {
-    T top = kNever<T>, total = T(0);
+  // sums: [2][width].
+  void finish(const T* values, int64_t stride, int64_t width, T* sums, T* out, T* lse) {
+    T top = kNever<T>;
     for (int64_t c = 0; c < count; ++c) top = scores[c] > top ? scores[c] : top;
     for (int64_t c = count; c % lanes<T>; ++c) scores[c] = kNever<T>;
-    for (int64_t c = 0; c < count; c += lanes<T>) {
+    const T total = sum<T>(long_sum<Vec<T>>(count, lanes<T>, [&](int64_t c) {
       const Vec<T> weights = exponential(load<T>(scores + c) - top);
       store<T>(scores + c, weights);
-      total += sum<T>(weights);
-    }
+      return weights;
+    }));
     const T inverse = total > T(0) ? T(1) / total : T(0);
     for (int64_t c = 0; c < count; ++c) scores[c] *= inverse;
-    for (int64_t e = 0; e < width; ++e) out[e] = T(0);
-    add_rows<T>(scores, keys, count, values, stride, width, out);
+    clear(sums, 2 * width);
+    add_rows<T>(scores, keys, count, values, stride, width, sums, width);
+    for (int64_t e = 0; e < width; ++e) out[e] = sums[e];
     *lse = total > T(0) ? T(__builtin_log(double(total)) + double(top)) : kNever<T>;
   }
 };
@@ -137,7 +139,8 @@ int64_t whole_vectors(int64_t count) {
 template <class T>
 int64_t top_keys_scratch(const TopKeys<T>& call) {
   static_assert(sizeof(Int<T>) == sizeof(T));
-  return softmax_scratch<T>(call.depth, 0, false) + kRows * (2 * whole_vectors<T>(top_keys_room(call)) + 1);
+  return softmax_scratch<T>(call.depth, 0, false) + kRows * (2 * whole_vectors<T>(top_keys_room(call)) + 1) +
+         2 * call.width;
 }
 
 template <class T>
@@ -151,6 +154,7 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
     lists[r].scores = limits + kRows + 2 * r * step;
     lists[r].keys = reinterpret_cast<Int<T>*>(lists[r].scores + step);
   }
+  T* sums = limits + kRows + 2 * kRows * step;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / blocks, first = task % blocks * kRows;
     const int64_t item = unit / call.heads, head = unit % call.heads;
@@ -184,7 +188,8 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
     const int64_t row = unit * call.queries + first;
     for (int64_t r = 0; r < count; ++r) {
       if (lists[r].count > call.chosen) lists[r].cut(call.chosen);
-      lists[r].finish(values, call.v.token_step, call.width, call.out + (row + r) * call.width, call.lse + row + r);
+      lists[r].finish(values, call.v.token_step, call.width, sums, call.out + (row + r) * call.width,
+                      call.lse + row + r);
     }
     if (call.all_lse) {
       T *none[kRows] = {}, *lse[kRows];

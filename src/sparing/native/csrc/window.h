@@ -80,7 +80,7 @@ int64_t window_marks(const Window<T>& call) {  // bytes for WindowKeys::special
 template <class T>
 int64_t window_scratch(const Window<T>& call, bool backward) {
   int64_t entries = softmax_scratch<T>(call.depth, call.width, backward) + window_marks(call);
-  if (backward) entries += call.tokens * (padded<T>(call.depth) + padded<T>(call.width));
+  if (backward) entries += 2 * call.tokens * (padded<T>(call.depth) + padded<T>(call.width));
   return entries;
 }
 
@@ -140,13 +140,13 @@ template <class T>
 void window_backward(const Window<T>& call, int64_t begin, int64_t end, T* scratch) {
   Block<T> block{};
   block.depth = call.depth, block.width = call.width;
-  const int64_t n = call.tokens, deep = padded<T>(call.depth), wide = padded<T>(call.width);
+  const int64_t n = call.tokens, deep = padded<T>(call.depth), wide = padded<T>(call.width), rest = n * (deep + wide);
   T* key_grads = scratch + lay_out<T>(&block, scratch, true);
   T* value_grads = key_grads + n * deep;
-  uint8_t* marks = reinterpret_cast<uint8_t*>(value_grads + n * wide);
+  uint8_t* marks = reinterpret_cast<uint8_t*>(key_grads + 2 * rest);
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t item = unit / call.heads, head = unit % call.heads;
-    for (int64_t i = 0; i < n * (deep + wide); ++i) key_grads[i] = T(0);
+    clear(key_grads, 2 * rest);
     for (int64_t first = 0; first < n; first += kRows) {
       const int64_t count = n - first < kRows ? n - first : kRows;
       const T *queries[kRows], *grads[kRows], *out[kRows];
@@ -166,7 +166,7 @@ void window_backward(const Window<T>& call, int64_t begin, int64_t end, T* scrat
                        to_key[c] = key_grads + place[c] * deep;
                        to_value[c] = value_grads + place[c] * wide;
                      }
-                     absorb_backward(block, keys, values, found, mask, to_key, to_value);
+                     absorb_backward(block, keys, values, found, mask, to_key, to_value, rest);
                    });
       for (int64_t r = 0; r < count; ++r) {
         T* to = call.grad_q + (unit * n + first + r) * call.depth;

@@ -44,7 +44,7 @@ template <class T>
 struct PairSide {
   int64_t count;
   const int32_t* places;
-  T* rows;                 // [tokens][stride]: gradient of the output or value, unit vector, gradient of this
+  T* rows;                 // [tokens][stride]: gradient of the output or value, unit vector, gradient of this, its rests
   int32_t *order, *first;  // [tokens] sorted by code, in their order inside each bucket; [2^bits + 1]
   T* grads;                // [tokens][depth], at the places, the result; null where not wanted
 
@@ -64,13 +64,13 @@ struct PairWork {
   int64_t deep, wide, stride;  // padded entries of a unit vector, of what stands before it, and of a row
   PairSide<T> queries, keys;
   T* weights;   // [kBlock][kBlock] of queries and keys
-  T* products;  // [width][deep] sum of outer products
+  T* products;  // [width][deep] sum of outer products, then their rests
   int32_t* codes;  // [2^bits] of buckets with both queries and keys
   Cut* cuts;
 
   // Returns how many entries of T everything needs.
   int64_t lay_out(const PairSums<T>& call, T* memory) {
-    deep = padded<T>(call.depth), wide = padded<T>(call.width), stride = wide + 2 * deep;
+    deep = padded<T>(call.depth), wide = padded<T>(call.width), stride = wide + 3 * deep;
     char* base = reinterpret_cast<char*>(memory);
     int64_t used = 0;
     const auto take = [&]<class P>(P*& part, int64_t count) {
@@ -83,7 +83,7 @@ struct PairWork {
     };
     take_side(queries, call.queries.tokens), take_side(keys, call.keys.tokens);
     take(weights, kBlock * kBlock);
-    take(products, call.width * deep);
+    take(products, 2 * call.width * deep);
     take(codes, buckets);
     take(cuts, (call.queries.tokens + call.keys.tokens) / kBlock + 2);
     return used / int64_t(sizeof(T));
@@ -123,7 +123,7 @@ struct Pairs {
       const T* point = points.at(item, head, side.places[j]);
       const Shrink unit_of = to_unit(point, call.depth, kNoDirection);
       for (int64_t k = 0; k < work.deep; ++k) to[work.wide + k] = k < call.depth ? T(unit_of(double(point[k]))) : T(0);
-      for (int64_t k = 0; k < work.deep; ++k) grad(side, j)[k] = T(0);
+      clear(grad(side, j), 2 * work.deep);
       if (side.grads && call.add)
         for (int64_t k = 0; k < call.depth; ++k) grad(side, j)[k] = side.grads[side.places[j] * call.depth + k];
     }
@@ -137,7 +137,7 @@ struct Pairs {
     }
   }
 
-  SPARING_INLINE void add(T* to, Vec<T> x) const { store<T>(to, load<T>(to) + x); }
+  SPARING_INLINE void add_to_grad(T* to, Vec<T> x) const { add_to<T>(to, work.deep, x); }
 
   // products += left^T point for some tokens
   void add_products(const PairSide<T>& side, Span span) const {
@@ -148,9 +148,7 @@ struct Pairs {
       for (int32_t t = 0; t < some.count; ++t) rows[t] = row(side, some.tokens[t]);
       for (int64_t k = 0; k < deep; k += kWide * lanes<T>)
         in_tiles<kDeep>(call.width, [&]<int M>(int64_t e) {
-          Vec<T> sums[M][kWide];
-          for (int i = 0; i < M; ++i)
-            for (int p = 0; p < kWide; ++p) sums[i][p] = load<T>(work.products + (e + i) * deep + k + p * lanes<T>);
+          Vec<T> sums[M][kWide] = {};
           for (int32_t t = 0; t < some.count; ++t) {
             Vec<T> point[kWide];
             for (int p = 0; p < kWide; ++p) point[p] = load<T>(rows[t] + work.wide + k + p * lanes<T>);
@@ -158,7 +156,8 @@ struct Pairs {
               for (int p = 0; p < kWide; ++p) sums[i][p] += all(rows[t][e + i]) * point[p];
           }
           for (int i = 0; i < M; ++i)
-            for (int p = 0; p < kWide; ++p) store<T>(work.products + (e + i) * deep + k + p * lanes<T>, sums[i][p]);
+            for (int p = 0; p < kWide; ++p)
+              add_to<T>(work.products + (e + i) * deep + k + p * lanes<T>, call.width * deep, sums[i][p]);
         });
     }
   }
@@ -178,13 +177,13 @@ struct Pairs {
             for (int p = 0; p < kWide; ++p) sums[i][p] += all(left[i][e]) * product[p];
         }
         for (int i = 0; i < M; ++i)
-          for (int p = 0; p < kWide; ++p) add(grad(side, span.tokens[first + i]) + k + p * lanes<T>, sums[i][p]);
+          for (int p = 0; p < kWide; ++p) add_to_grad(grad(side, span.tokens[first + i]) + k + p * lanes<T>, sums[i][p]);
       }
     });
   }
 
   void clear_products() const {
-    for (int64_t x = 0; x < call.width * work.deep; ++x) work.products[x] = T(0);
+    clear(work.products, 2 * call.width * work.deep);
   }
 
   // weights[t] = the scalar product of two rows, from entry `offset` on, for M rows
@@ -207,7 +206,7 @@ struct Pairs {
         const Vec<T> weight = all(weights[t * step]);
         for (int m = 0; m < M; ++m) sums[m] += weight * load<T>(rows[t] + work.wide + k + m * lanes<T>);
       }
-      for (int m = 0; m < M; ++m) add(to + k + m * lanes<T>, sums[m]);
+      for (int m = 0; m < M; ++m) add_to_grad(to + k + m * lanes<T>, sums[m]);
     });
   }
 

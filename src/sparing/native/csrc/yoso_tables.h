@@ -13,8 +13,10 @@ inline constexpr int64_t kNearBytes = 256 << 10;  // tables of several hashes ar
 inline constexpr int64_t kMostTables = 4;
 inline constexpr int64_t kAhead = 12;  // tokens between fetching a row and using it
 
-inline int64_t tables_at_once(int64_t bits) {
-  const int64_t bytes = int64_t(64) << bits;
+inline constexpr int64_t kFewTokens = 8 * kRun;  // beyond, rows of tables have rests
+
+inline int64_t tables_at_once(int64_t bits, bool rests) {
+  const int64_t bytes = int64_t(rests ? 128 : 64) << bits;
   return kMostTables * bytes <= kNearBytes ? kMostTables : 2 * bytes <= kNearBytes ? 2 : 1;
 }
 
@@ -23,16 +25,17 @@ template <class T>
 struct Slice {
   const T* values;  // [from][line]
   T* sums;          // [to][line]
-  T* tables;        // [tables at once][2^bits][line]; zero between two hashes
+  T* tables;        // [tables at once][2^bits][line, and its rests]; zero between two hashes
   const uint16_t *from_codes, *to_codes;
   int64_t from_count, to_count, from_tokens, to_tokens;
   const int32_t *from_places, *to_places;
   int bits;
 };
 
-// One table for each of K hashes, from hash `first` on.
-template <class T, int K>
+// One table for each of K hashes, from hash `first` on. rests: whether the rows have some.
+template <class T, int K, bool rests>
 struct Tables {
+  static constexpr int64_t kRow = rests ? 2 * kLine<T> : kLine<T>;
   const Slice<T>& slice;
   const uint16_t *from[K], *to[K];
 
@@ -44,7 +47,7 @@ struct Tables {
   }
 
   SPARING_INLINE T* row(int k, uint16_t code) const {
-    return slice.tables + ((int64_t(k) << slice.bits) + code) * kLine<T>;
+    return slice.tables + ((int64_t(k) << slice.bits) + code) * kRow;
   }
 
   SPARING_INLINE void put(int64_t j) const {
@@ -52,7 +55,7 @@ struct Tables {
     for (int p = 0; p < kParts<T>; ++p) value[p] = load<T>(slice.values + j * kLine<T> + p * lanes<T>);
     for (int k = 0; k < K; ++k) {
       T* at = row(k, from[k][j]);
-      for (int p = 0; p < kParts<T>; ++p) store<T>(at + p * lanes<T>, load<T>(at + p * lanes<T>) + value[p]);
+      for (int p = 0; p < kParts<T>; ++p) add_to<T>(at + p * lanes<T>, rests ? kLine<T> : 0, value[p]);
     }
   }
 
@@ -69,7 +72,10 @@ struct Tables {
 
   SPARING_INLINE void fetch_put(int64_t j) const {
     if (j >= 0 && j < slice.from_count)
-      for (int k = 0; k < K; ++k) __builtin_prefetch(row(k, from[k][j]), 1);
+      for (int k = 0; k < K; ++k) {
+        __builtin_prefetch(row(k, from[k][j]), 1);
+        if (rests) __builtin_prefetch(row(k, from[k][j]) + kLine<T>, 1);
+      }
   }
 
   SPARING_INLINE void fetch_take(int64_t i) const {
@@ -79,12 +85,12 @@ struct Tables {
 
   void clear() const {
     if (int64_t(1) << slice.bits <= slice.from_count) {
-      const int64_t entries = (int64_t(K) << slice.bits) * kLine<T>;
+      const int64_t entries = (int64_t(K) << slice.bits) * kRow;
       for (int64_t x = 0; x < entries; x += lanes<T>) store<T>(slice.tables + x, Vec<T>{});
     } else {
       for (int64_t j = 0; j < slice.from_count; ++j)
         for (int k = 0; k < K; ++k)
-          for (int p = 0; p < kParts<T>; ++p) store<T>(row(k, from[k][j]) + p * lanes<T>, Vec<T>{});
+          for (int64_t x = 0; x < kRow; x += lanes<T>) store<T>(row(k, from[k][j]) + x, Vec<T>{});
     }
   }
 
@@ -138,10 +144,11 @@ int64_t table_tasks(const TableSums<T>& call) {
 template <class T>
 int64_t table_entries(const TableSums<T>& call) {
   int64_t rows = 0;
-  for (int64_t bits = 1; bits <= call.most_bits; ++bits) {
-    const int64_t needed = tables_at_once(bits) << bits;
-    rows = needed > rows ? needed : rows;
-  }
+  for (int rests = 0; rests <= (call.from.tokens > kFewTokens); ++rests)
+    for (int64_t bits = 1; bits <= call.most_bits; ++bits) {
+      const int64_t needed = tables_at_once(bits, rests) << (bits + rests);
+      rows = needed > rows ? needed : rows;
+    }
   return rows * kLine<T>;
 }
 
@@ -176,6 +183,18 @@ void cut_slice(const TableSums<T>& call, int64_t item, int64_t head, int64_t fir
   }
 }
 
+// Sums through the tables of all hashes, some at once.
+template <class T, bool rests>
+void sum_hashes(const Slice<T>& slice, int64_t hashes, Order order) {
+  const int64_t together = tables_at_once(slice.bits, rests);
+  int64_t hash = 0;
+  if (together == kMostTables)
+    for (; hash + kMostTables <= hashes; hash += kMostTables) Tables<T, kMostTables, rests>(slice, hash).sum(order);
+  if (together >= 2)
+    for (; hash + 2 <= hashes; hash += 2) Tables<T, 2, rests>(slice, hash).sum(order);
+  for (; hash < hashes; ++hash) Tables<T, 1, rests>(slice, hash).sum(order);
+}
+
 template <class T>
 void table_sums(const TableSums<T>& call, int64_t begin, int64_t end, T* scratch) {
   const int64_t count = slices(call), entries = table_entries(call);
@@ -198,14 +217,10 @@ void table_sums(const TableSums<T>& call, int64_t begin, int64_t end, T* scratch
                          call.bits[item]};
     cut_slice(call, item, head, first, values);
     for (int64_t x = 0; x < slice.to_count * kLine<T>; ++x) sums[x] = T(0);
-    const int64_t together = tables_at_once(slice.bits);
-    int64_t hash = 0;
-    if (together == kMostTables)
-      for (; hash + kMostTables <= call.hashes; hash += kMostTables)
-        Tables<T, kMostTables>(slice, hash).sum(call.order);
-    if (together >= 2)
-      for (; hash + 2 <= call.hashes; hash += 2) Tables<T, 2>(slice, hash).sum(call.order);
-    for (; hash < call.hashes; ++hash) Tables<T, 1>(slice, hash).sum(call.order);
+    if (slice.from_count > kFewTokens)
+      sum_hashes<T, true>(slice, call.hashes, call.order);
+    else
+      sum_hashes<T, false>(slice, call.hashes, call.order);
     const int64_t wide = call.width - first < kLine<T> ? call.width - first : kLine<T>;
     for (int64_t i = 0; i < slice.to_count; ++i) {
       T* to = call.out + (unit * call.to.tokens + slice.to_places[i]) * call.width + first;
