@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparing.call import Call
 from sparing.maths.dense import divide_rows, finite_or_zero
+from sparing.maths.long_sums import rows_times, sum_products
 from sparing.method import Shape
 
 BLOCK = 64  #: queries and keys that a causal sum multiplies densely
@@ -41,7 +42,7 @@ def linear_sums(features: LogFeatures, v: Tensor, call: Call, *, shift: bool = T
         sums = _causal(phi_q, phi_k, log_k, v, shift=shift)
     else:
         top = finite_or_zero(log_k.amax(-1, keepdim=True)) if shift else torch.zeros_like(log_k[..., :1])
-        sums = phi_q @ ((phi_k * (log_k - top).exp().unsqueeze(-1)).mT @ v)
+        sums = rows_times(phi_q, sum_products(phi_k * (log_k - top).exp().unsqueeze(-1), v))
     return sums[..., :-1], sums[..., -1:]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.maths import dense, linalg
 from sparing.maths.landmarks import Landmarks, draw_landmarks
+from sparing.maths.long_sums import rows_times, sum_products
 from sparing.maths.packing import attend_items
 from sparing.method import Cost, Method, Shape, Supports, Unsupported, knob, method
 from sparing.native.features import Map, feature_mix, feature_sums
@@ -112,7 +113,7 @@ class Skyformer(Method):
             sums = left @ self.solve(lift.middle, right.mT @ rescaled(v, k, call))
             out = normalised(sums, left @ landmark_keys(v, k, call, lift.landmarks, n_q))
         else:
-            out = left @ self.solve(lift.middle, (right.mT @ v).double()).to(work)
+            out = rows_times(left, self.solve(lift.middle, sum_products(right, v).double()).to(work))
         return self.with_covered_items(out, q, k, v, call, lift.landmarks).to(dtype)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
