@@ -82,6 +82,14 @@ def full(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     hold(what, found, wanted, size, None, lambda: noise_of(built, wanted, moved), case["n_k"])
 
 
+def _unchanged(built: Built, found: Tensor, wanted: Tensor, what: str) -> None:
+    """Assert equal bits; `value_aware` solves rows together, and their number decides how products round."""
+    if built.method.name == "value_aware" and wanted.numel():
+        hold(what, found, wanted.double(), wanted.double().abs().amax(), None, lambda: torch.zeros(()), 1)
+    else:
+        _same(found, wanted, what)
+
+
 def _same(found: Tensor, wanted: Tensor, what: str) -> None:
     if not torch.equal(found.nan_to_num(nan=7e9), wanted.nan_to_num(nan=7e9)):
         worst = (found.double() - wanted.double()).abs().nan_to_num(torch.inf).amax()
@@ -112,7 +120,7 @@ def _huge(dtype: torch.dtype) -> float:
 def padding(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     """Nothing in keys that no query sees changes a row, to the bit; padded queries influence no other row."""
     if built.method.name == "value_aware" and unclear(built, case):
-        return  # rows are solved together, and rounding that differs by their number decides between equal values
+        return  # rounding decides between equal values
     built, out = _contiguous(built, out, case)
     hidden = ~built.visible.any((1, 2))  # (B, n_k)
     rows = torch.ones(out.shape[:3], dtype=torch.bool)
@@ -125,7 +133,7 @@ def padding(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None
             q = built.x.q.masked_fill(~built.keep[:, None, :, None], fill)
             rows = built.keep[:, None, :].expand(out.shape[:3])
         found = built.run(replace(built.x, q=q, k=k).with_payload(payload))
-        _same(found[rows], out[rows], f"{label}with {fill} in hidden keys")
+        _unchanged(built, found[rows], out[rows], f"{label}with {fill} in hidden keys")
 
 
 def future(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
@@ -142,7 +150,7 @@ def future(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
 
         y = replace(built.x, q=spoil(built.x.q), k=spoil(built.x.k)).with_payload(spoil(built.x.payload))
         found = built.run(y)
-        _same(found[:, :, : t + 1], out[:, :, : t + 1], f"{label}rows before {fill} in the future")
+        _unchanged(built, found[:, :, : t + 1], out[:, :, : t + 1], f"{label}rows before {fill} in the future")
 
 
 def mates(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
@@ -164,6 +172,14 @@ def mates(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
         if not unclear(built, case):
             what = f"{label}with other batch-mates"
             hold(what, built.run(y)[:1], wanted, size, None, noise, case["n_k"])
+
+
+def _vanishes(built: Built) -> bool:
+    """Whether the total of some row is too small for the type of the call, so that the row is zeros, as specified."""
+    if built.x.q.dtype == torch.float64:
+        return False
+    low, high = (built.run(x, impl="reference").detach() for x in (built.x, built.wide()))
+    return bool(((low == 0).all(-1) & (high != 0).any(-1)).any())
 
 
 def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
@@ -196,7 +212,7 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
         rough = gradients(y, door_truth.plain(built.with_inputs(y)), weight.to(y.q.dtype))
     elif not wide and found[0].dtype == torch.float32:
         rough = grads(built.x, impl="reference")
-    if unclear(built, case):
+    if unclear(built, case) or _vanishes(built):
         return
     x = built.wide()
     q, k, v = x.q.abs().amax(), x.k.abs().amax(), built.values(x).norm(dim=-1).amax()
@@ -225,7 +241,7 @@ def query_mask(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> N
     found = built.run(query_mask=real)
     assert bool((found[~rows] == 0).all()), f"{label}masked queries must give zeros"
     y = replace(built.x, q=built.x.q.masked_fill(~real[:, None, :, None], 50.0))
-    _same(built.run(y, query_mask=real)[rows], found[rows], f"{label}rows beside masked queries")
+    _unchanged(built, built.run(y, query_mask=real)[rows], found[rows], f"{label}rows beside masked queries")
 
 
 def nan(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:

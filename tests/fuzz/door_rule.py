@@ -61,7 +61,15 @@ def noise_of(built: Built, wanted: Tensor, compute: Callable[[Inputs], Tensor]) 
 
 
 def size_of(built: Built, wanted: Tensor) -> Tensor:
-    return torch.maximum(wanted.abs().amax(), built.values(built.wide()).abs().amax())
+    """The size of the result that roundings are counted by; a quarter of one more for each unit of a logit."""
+    size = torch.maximum(wanted.abs().amax(), built.values(built.wide()).abs().amax())
+    return size * (1 + min(largest_logit(built), 1e5) / 64)
+
+
+def largest_logit(built: Built) -> float:
+    """Return a bound on the size of |scale q.k|."""
+    x = built.wide()
+    return float((x.q.norm(dim=-1).amax() * x.k.norm(dim=-1).amax()) * abs(built.scale)) if x.q.numel() else 0.0
 
 
 def unclear(built: Built, case: dict[str, Any]) -> bool:
@@ -69,8 +77,7 @@ def unclear(built: Built, case: dict[str, Any]) -> bool:
 
     For any method, rounding decides between keys that are alike where one rounding of a logit counts.
     """
-    x, alike = built.wide(), [name for name in "qkv" if case[name][0] in ALIKE]
-    largest = float((x.q.norm(dim=-1).amax() * x.k.norm(dim=-1).amax()) * abs(built.scale)) if x.q.numel() else 0.0
+    alike, largest = [name for name in "qkv" if case[name][0] in ALIKE], largest_logit(built)
     if built.method.name not in CHOOSING:
         eps = torch.finfo(door_truth.compute_type(built.x.q.dtype)).eps
         return "k" in alike and eps * largest > 1e-2

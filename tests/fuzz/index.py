@@ -289,7 +289,8 @@ class Run:
         m: Any = self.method
         if m.name == "window":
             return bool(m.size >= end - 1)
-        equal = m.name == "multipole" and self.case["content"] in ("equal", "zeros")
+        odd = any(each.startswith("k") for step in self.case["steps"] for each in step.get("odd", ()))
+        equal = m.name == "multipole" and self.case["content"] in ("equal", "zeros") and not odd
         return bool(m.keys >= end or equal) and not getattr(m, "tolerance", 0.0)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, bool]:

@@ -259,3 +259,21 @@ def test_sizes_are_checked_in_the_hash(change, word):
     call = {"x": inputs(20, 8, 5)[0], "rotations": rotations(2, 4, 3, 8), "used": torch.tensor([4, 4])}
     with pytest.raises(RuntimeError, match=word):
         torch.ops.sparing.rotation_buckets(**{**call, **change})
+
+
+@pytest.mark.parametrize("chunk", [16, 300])  # sums in turn, and sums of many terms
+def test_later_tokens_change_no_bit_of_earlier_results_and_gradients(chunk):
+    """They move keys to other places of the sorted order, where tiles of a sum would end elsewhere."""
+    gen = torch.Generator().manual_seed(0)
+    n, t = 1300, 800
+    x = torch.randn(3, 1, 1, n, 8, generator=gen)
+    weight = torch.randn(1, 1, t, 8, generator=gen)
+    found = []
+    for later in (x[..., t:, :], 3 * x[..., t:, :].flip(-1)):
+        q, k, v = (torch.cat([a, b], dim=-2).requires_grad_() for a, b in zip(x[..., :t, :], later, strict=True))
+        out = sparing.attention(q, k, v, is_causal=True, method=f"lsh(rounds=2, chunk={chunk})", seed=0, impl="native")
+        early = out[..., :t, :]
+        grads = torch.autograd.grad((early * weight).sum(), (q, k, v))
+        found.append([early, *(g[..., :t, :] for g in grads)])
+    for name, before, after in zip(("output", "q", "k", "v"), *found, strict=True):
+        assert torch.equal(before, after), name

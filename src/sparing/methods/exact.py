@@ -41,6 +41,8 @@ class Exact(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if call.noted or call.dropout_p > 0:  # SDPA returns no log-sum-exp and draws from the global generator
             return self.reference(q, k, v, call)
+        if _needs_plain_gradient(q, k, v, call.scale):
+            return self.reference(q, k, v, call)
         if call.keep is None and call.mask is None:
             q, scale = _positive(q, call.scale) if call.is_causal else (q, call.scale)
             return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, scale=scale)
@@ -60,6 +62,17 @@ class Exact(Method):
         work = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim)
         # A fused kernel keeps only a block of weights per thread.
         return Cost(work + shape.projection_flops, 4.0 * units * shape.queries, shape.pairs / max(shape.queries, 1))
+
+
+def _needs_plain_gradient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Return whether logits may be so large that the backward pass of torch's fused kernel fails.
+
+    It forms weights as exp(logit - lse) from a rounded log-sum-exp: at logits of 1e9 they overflow in float32.
+    """
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
+        return False
+    longest = [float(torch.linalg.vector_norm(x.detach(), dim=-1).amax()) for x in (q, k)]
+    return longest[0] * longest[1] * abs(scale) * torch.finfo(q.dtype).eps > 2**-10
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -61,10 +61,11 @@ class RandomFeatures(Method):
         """log phi of queries and keys, each less its largest entry, which is returned for the keys."""
         rows = self.projection(q.shape[-1], call).to(q.dtype)
         q, k = _scaled(q, k, call)
-        log_q = q @ rows.mT  # |q'|^2 is the same for all keys and cancels
-        log_k = k @ rows.mT - k.square().sum(-1, keepdim=True) / 2
-        top_q, top_k = (x.detach().amax(-1, keepdim=True) for x in (log_q, log_k))
-        return LogFeatures((log_q - top_q).exp(), (log_k - top_k).exp(), top_k.squeeze(-1))
+        along_q, along_k = q @ rows.mT, k @ rows.mT  # |q'|^2 is the same for all keys and cancels
+        top_q, top_k = (x.detach().amax(-1, keepdim=True) for x in (along_q, along_k))
+        half = k.square().sum(-1, keepdim=True) / 2  # would swallow the others if it were subtracted from each
+        phi_k = (along_k - top_k - (half - half.detach())).exp()
+        return LogFeatures((along_q - top_q).exp(), phi_k, (top_k - half.detach()).squeeze(-1))
 
     def _note_variance(self, q: Tensor, k: Tensor, call: Call) -> None:
         if call.noted:

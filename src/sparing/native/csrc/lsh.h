@@ -251,7 +251,7 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
     const Vec<T> highest = larger<T>(before, load<T>(strip.top + r));
     Running<Vec<T>> sum;
     const Vec<T> shift = highest == kNever<T> ? Vec<T>{} : highest;
-    in_places(strip.low, keys, [&](int64_t begin, int64_t end) {
+    in_places(call.in_turn ? 0 : strip.low, keys, call.in_turn ? keys : call.tile, [&](int64_t begin, int64_t end) {
       Vec<T> part{};
       for (int64_t c = begin; c < end; ++c) {
         T* at = strip.scores + c * kStrip<T> + r;
@@ -273,7 +273,7 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   }
   clear(strip.sums + kStrip<T> * wide, kStrip<T> * wide);
   mix_to_lanes<T>(strip.scores, window.values + (strip.low - window.low) * wide, strip.first, strip.last, strip.low,
-                  keys, wide, strip.sums, kStrip<T> * wide);
+                  keys, call.tile, wide, strip.sums, call.in_turn ? 0 : kStrip<T> * wide);
   for (int64_t r = 0; r < strip.count; ++r) {
     const int64_t query = unit * call.queries + strip.query[r];
     copy_row<T>(strip.sums + r * wide, call.width, call.width, call.out + query * call.width);
@@ -375,10 +375,11 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
     }
   }
   clear(strip.query_grads + kStrip<T> * deep, kStrip<T> * deep);
-  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, strip.low, keys, deep,
-                  strip.query_grads, kStrip<T> * deep);
-  mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep, call.window * deep);
-  mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide, call.window * wide);
+  mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, strip.low, keys, call.tile, deep,
+                  strip.query_grads, call.in_turn ? 0 : kStrip<T> * deep);
+  const int64_t rest = call.in_turn || call.tile == 1 ? 0 : call.window;  // windows end where later tokens say, too
+  mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep, rest * deep);
+  mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide, rest * wide);
   for (int64_t r = 0; r < strip.count; ++r)
     copy_row<T>(strip.query_grads + r * deep, call.depth, call.depth,
                 call.grad_q + (unit * call.queries + strip.query[r]) * call.depth);

@@ -44,6 +44,8 @@ struct Lsh {
   const int64_t* counts;  // [items] valid keys
   int64_t items, heads, queries, keys, depth, width, rounds;
   int64_t span, window;  // places that the queries of a strip, and those of the strips that share copies, may cover
+  int64_t tile;          // keys that are summed from zero
+  bool in_turn;          // each term is added to the sum before it, without a rest
   bool once;             // a key that several rounds show counts once
   bool wraps;            // arcs may start before the first place
   bool itself;           // a query that no round shows a key sees its own

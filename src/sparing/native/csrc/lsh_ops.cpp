@@ -135,6 +135,10 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   const auto at_most_all = [&](int64_t places) { return places < call.keys ? places : call.keys; };
   call.span = at_most_all(3 * all.chunk);
   call.window = at_most_all(2 * all.chunk + (all.chunk > 512 ? all.chunk : 512));
+  // Places of a causal call depend on later tokens, and with them where tiles would end: terms are added in turn, which
+  // is exact enough for a few hundred, or one by one with a rest.
+  call.in_turn = all.rule == Rule::causal && all.chunk <= 256;
+  call.tile = all.rule == Rule::causal && !call.in_turn ? 1 : 48;
   call.once = once;
   call.wraps = all.rule == Rule::rank;
   call.itself = call.queries == call.keys;

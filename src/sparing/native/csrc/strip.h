@@ -32,23 +32,26 @@ void strip_dots(const T* rows, int64_t stride, int64_t count, int64_t depth, con
   });
 }
 
-// Calls visit(begin, end) for tiles of keys from place `low` on. They end at the same places for every strip, so that
-// strips with other neighbours sum in the same order.
+// Calls visit(begin, end) for tiles of `tile` keys from place `low` on. They end at the same places for every strip, so
+// that strips with other neighbours sum in the same order.
 template <class Visit>
-SPARING_INLINE void in_places(int64_t low, int64_t count, const Visit& visit) {
+SPARING_INLINE void in_places(int64_t low, int64_t count, int64_t tile, const Visit& visit) {
   for (int64_t begin = 0, end; begin < count; begin = end) {
-    end = begin + kKeys - ((low + begin) % kKeys + kKeys) % kKeys;
+    end = begin + tile - ((low + begin) % tile + tile) % tile;
     end = end < count ? end : count;
     visit(begin, end);
   }
 }
 
-// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries
+// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries. With a rest
+// the terms are summed from zero first; without one each is added to what is there, and any tiles give the same bits.
 template <class T, int M>
 SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* from, int64_t count,
                              int64_t stride, T* to, int64_t rest) {
   for (int64_t e = 0; e < stride; e += kWide * lanes<T>) {
     Vec<T> sums[M][kWide] = {};
+    for (int i = 0; !rest && i < M; ++i)
+      for (int j = 0; j < kWide; ++j) sums[i][j] = load<T>(to + i * stride + e + j * lanes<T>);
     for (int64_t c = 0; c < count; ++c) {
       Vec<T> point[kWide];
       for (int j = 0; j < kWide; ++j) point[j] = load<T>(from + c * stride + e + j * lanes<T>);
@@ -58,16 +61,19 @@ SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, co
       }
     }
     for (int i = 0; i < M; ++i)
-      for (int j = 0; j < kWide; ++j) add_to<T>(to + i * stride + e + j * lanes<T>, rest, sums[i][j]);
+      for (int j = 0; j < kWide; ++j) {
+        T* at = to + i * stride + e + j * lanes<T>;
+        rest ? add_to<T>(at, rest, sums[i][j]) : store<T>(at, sums[i][j]);
+      }
   }
 }
 
-// to[lane] += sum_c weights[c][lane] from[c] for c < count, which stand from place `low` on; lanes from i on are zero
-// outside first[i / kMixed] to last[i / kMixed]
+// to[lane] += sum_c weights[c][lane] from[c] for c < count, which stand from place `low` on, in tiles; lanes from i on
+// are zero outside first[i / kMixed] to last[i / kMixed]
 template <class T>
 void mix_to_lanes(const T* weights, const T* from, const int32_t* first, const int32_t* last, int64_t low,
-                  int64_t count, int64_t stride, T* to, int64_t rest) {
-  in_places(low, count, [&](int64_t tile, int64_t tile_end) {  // few enough to stay in the cache
+                  int64_t count, int64_t tile_size, int64_t stride, T* to, int64_t rest) {
+  in_places(low, count, tile_size, [&](int64_t tile, int64_t tile_end) {  // few enough to stay in the cache
     for (int i = 0; i < kStrip<T>; i += kMixed) {
       const int64_t begin = first[i / kMixed] > tile ? first[i / kMixed] : tile;
       const int64_t end = last[i / kMixed] < tile_end ? last[i / kMixed] : tile_end;
