@@ -78,6 +78,11 @@ def unclear(built: Built, case: dict[str, Any]) -> bool:
     For any method, rounding decides between keys that are alike where one rounding of a logit counts.
     """
     alike, largest = [name for name in "qkv" if case[name][0] in ALIKE], largest_logit(built)
+    x = built.wide()
+    if x.q.numel() and (getattr(built.method, "kind", "") == "gaussian" or built.method.name == "skyformer"):
+        longest = max(float(x.q.square().sum(-1).amax()), float(x.k.square().sum(-1).amax()))
+        if torch.finfo(torch.float64).eps * abs(built.scale) * longest > 1e-6:
+            return True  # distances round away the smaller of q and k, in the specification too
     if built.method.name not in CHOOSING:
         eps = torch.finfo(door_truth.compute_type(built.x.q.dtype)).eps
         return "k" in alike and eps * largest > 1e-2
