@@ -31,7 +31,7 @@ from sparing.measure.workload import clustered, keys_used, learned_state, method
 from sparing.method import _REGISTRY
 from sparing.methods.exact import Exact
 from sparing.report.bench import notes, show
-from sparing.report.bench_files import read_json, write_json, write_plot
+from sparing.report.bench_files import plot, read_json, write
 
 TINY = {"lengths": (32, 64), "heads": 2, "width": 8, "threads": 1, "seconds": 600.0}
 
@@ -127,31 +127,34 @@ def test_tables_hold_ratios_times_and_crossovers(run, capsys):
 
 def test_json_gives_back_an_equal_run(run, tmp_path):
     path = tmp_path / "new" / "bench.json"
-    write_json(run, path)
+    write(run, path, path.with_suffix(".png"))
     assert read_json(path) == run
     data = json.loads(path.read_text())
     assert data["format"] == 1
     assert data["settings"]["lengths"] == [32, 64]
     assert set(data["timings"][0]["seconds"]) == {"median", "low", "high"}
     assert data["crossovers"]["forward"]["nystrom(landmarks=8)"]["kind"] in ("at", "below", "none")
-    assert [p.name for p in path.parent.iterdir()] == ["bench.json"]
     with pytest.raises(ValueError, match="format=2"):
         Bench.from_dict({**data, "format": 2})
+    path.write_text(json.dumps({**data, "duration": data["duration"] + 1}))
+    with pytest.raises(ValueError, match=r"bench\.json: the checksum does not match"):
+        read_json(path)
 
 
-def test_a_plot_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
+def test_figures_and_plot_are_both_written_or_none(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib.figure")
-    for name in ("bench.png", "bench.svg"):
-        write_plot(run, tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 5000
+    assert len(plot(run, "svg")) > 5000
+    files = [tmp_path / name for name in ("bench.json", "bench.png")]
+    assert write(run, *files) == (files, "")
+    assert files[1].stat().st_size > 5000
 
     def fails(source, target):
         raise OSError(28, "disk full")
 
     monkeypatch.setattr("os.replace", fails)
     with pytest.raises(OSError, match="disk full"):
-        write_plot(run, tmp_path / "other.png")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.png", "bench.svg"]
+        write(run, tmp_path / "other.json", tmp_path / "other.png")
+    assert sorted(tmp_path.iterdir()) == files
 
 
 @pytest.mark.parametrize(

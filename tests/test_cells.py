@@ -1,13 +1,12 @@
 """Work in pieces: what is finished stays finished, and everybody finds the same."""
 
-import json
 import math
-import os
 
 import pytest
 
-from sparing.measure.cells import Store, measured, write_whole
+from sparing.measure.cells import measured
 from sparing.measure.estimate import estimate, student
+from sparing.store import Store
 
 CELLS = [{"what": "square", "number": i} for i in range(6)]
 
@@ -54,44 +53,6 @@ def test_two_workers_find_the_same(tmp_path):
     alone = measured(CELLS, square, Store(None))
     assert measured(CELLS, square, Store(tmp_path), jobs=2, backend="threading") == alone
     assert len(list(tmp_path.iterdir())) == 6
-
-
-def test_files_that_are_not_whole_are_measured_again(tmp_path):
-    measured(CELLS, square, Store(tmp_path))
-    for path, text in zip(sorted(tmp_path.iterdir()), ("", "{", "[]", '{"cell": 1}'), strict=False):
-        path.write_text(text)
-    calls = []
-    found = measured(CELLS, lambda cell: (calls.append(1), square(cell))[1], Store(tmp_path))
-    assert found == measured(CELLS, square, Store(None))
-    assert len(calls) == 4
-
-
-def test_another_cell_is_another_result(tmp_path):
-    store = Store(tmp_path)
-    store.put({"a": 1}, "one")
-    assert store.get({"a": 1}) == "one"
-    assert store.get({"a": 1.5}) is None
-    path = next(tmp_path.iterdir())
-    path.write_text(json.dumps({"cell": {"a": 2}, "result": "other"}))
-    assert store.get({"a": 1}) is None, "a file that holds another cell is not believed"
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "out.json"
-    path.write_text("before")
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, "after")
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
-    monkeypatch.undo()
-    write_whole(path, "after ü")
-    assert path.read_text(encoding="utf-8") == "after ü"
-    assert path.stat().st_mode & 0o600 == 0o600
 
 
 def test_students_quantiles():

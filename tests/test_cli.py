@@ -145,9 +145,12 @@ def test_files_are_what_the_user_named(capsys, tmp_path, monkeypatch):
     assert json.loads(real.read_text())["format"] == 1
     capsys.readouterr()
     for given, message in (
-        (["--json", str(real), "--html", str(link)], "--json and --html name the same file"),
+        (
+            ["--json", str(real), "--html", str(link)],
+            f"--html={link} and --json={real} would write the same file; name another for one of them",
+        ),
         (["--json", "/dev/null"], "--json=/dev/null cannot be written"),
-        (["--cache", str(real)], f"cache: {real} is not a folder"),
+        (["--cache", str(real)], f"cache: {real} is not a folder; name another folder"),
     ):
         assert main(["compare", *QUICK, *given]) == 2
         assert capsys.readouterr().err == f"sparing compare: {message}\n"

@@ -2,9 +2,10 @@
 
 import pytest
 
-from sparing.measure.cells import Store, measured
+from sparing.measure.cells import measured
 from sparing.measure.cluster import cluster
 from sparing.measure.compare import compare
+from sparing.store import Store
 
 from small_models import TEXTS, subject
 

@@ -423,7 +423,7 @@ def test_the_command_writes_the_empty_recipe_too(times, lines, capsys, tmp_path)
         (["--length", "4096"], "length=4096 is more than the 512 positions"),
         (["--data", "none.txt"], "there is no file none.txt"),
         (["-o", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
-        (["-o", "/tmp"], "--output=/tmp: a recipe is a .json file"),
+        (["-o", "/tmp"], "--output=/tmp cannot be written"),
         (["/no/such/model"], "there is no folder /no/such/model"),
     ],
 )

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from sparing.cli import main
-from sparing.measure.cells import Store
 from sparing.report.study import ledger
+from sparing.store import Store
 from sparing.studies import NAMES, study
 from sparing.studies.run import run
 from sparing.studies.study import PAPERS, Claim, Settings, Study, Table, judged, not_run, pick, the

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from sparing.commands import bench, compare, lists, plan, study, train
+from sparing.commands.files import check_files
 from sparing.report.printable import one_line
+from sparing.store import StoreWarning
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,16 +28,15 @@ _COMMANDS = (compare, plan, bench, train, study, lists)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one sub-command; errors of the user print one line and give status 2."""
-    parser = _Parser(
-        prog="sparing", description="Approximate attention, measured on your model, your documents, your machine."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in _COMMANDS:
-        command.add(commands)
-    for each in commands.choices.values():
-        each.add_argument("--debug", action="store_true", help="show where an error came from")
-    options = parser.parse_args(arguments)
+    with _replacing(sys.stdout), _replacing(sys.stderr):
+        options = parser().parse_args(arguments)
+        with _one_line_warnings(options.command):
+            return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
+        check_files(options)
         return options.run(options)
     except Exception as error:
         if options.debug:
@@ -45,3 +49,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = "" if getattr(options, "no_cache", True) else "; what was measured is kept, the same command goes on"
         sys.stderr.write(f"sparing {options.command}: stopped{kept}\n")
         return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all sub-commands."""
+    found = _Parser(
+        prog="sparing", description="Approximate attention, measured on your model, your documents, your machine."
+    )
+    commands = found.add_subparsers(dest="command", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    for each in commands.choices.values():
+        each.add_argument("--debug", action="store_true", help="show where an error came from")
+    return found
+
+
+@contextmanager
+def _replacing(stream: Any) -> Iterator[None]:
+    """Print "?" for a character that a terminal or a pipe cannot show, instead of failing after the work is done."""
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    before = stream.errors
+    stream.reconfigure(errors="replace" if before == "strict" else before)
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=before)
+
+
+@contextmanager
+def _one_line_warnings(command: str) -> Iterator[None]:
+    """Print what befalls kept results in one line on standard error, each time that it is told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", StoreWarning)
+        usual: Callable[..., None] = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
+            if issubclass(category, StoreWarning):
+                sys.stderr.write(f"sparing {command}: {one_line(str(message))}\n")
+            else:
+                usual(message, category, *where, **options)
+
+        warnings.showwarning = show
+        yield

@@ -22,9 +22,9 @@ from unittest import mock
 
 import sparing
 from sparing.cli import main
-from sparing.measure.cells import Store
 from sparing.measure.verdict import Comparison
 from sparing.report.page import page
+from sparing.store import Store
 from sparing.tasks import documents
 from sparing.transformers.recipe import Recipe
 

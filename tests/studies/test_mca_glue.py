@@ -6,8 +6,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from sparing.measure.cells import Store
 from sparing.methods.monte_carlo import MonteCarlo
+from sparing.store import Store
 from sparing.studies import study
 from sparing.studies._mca import Problem, Work, documents_of, model_of, problem
 from sparing.studies._mca_tables import PAPER_TABLES, WEIGHTS

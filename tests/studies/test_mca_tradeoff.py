@@ -4,7 +4,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from sparing.measure.cells import Store
+from sparing.store import Store
 from sparing.studies import study
 from sparing.studies._mca import Work, documents_of, model_of, problem
 from sparing.studies.mca_tradeoff import ROUNDINGS

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparing.measure.cells import Store
+from sparing.store import Store
 from sparing.studies._arena import EXACT, KERNELIZED, NYSTROM, SKYFORMER, TASKS, Setup, config_of
 from sparing.studies.run import run
 from sparing.studies.skyformer_instability import (

@@ -1,6 +1,6 @@
 import pytest
 
-from sparing.measure.cells import Store
+from sparing.store import Store
 from sparing.studies import study
 from sparing.studies.run import run
 from sparing.studies.study import Settings

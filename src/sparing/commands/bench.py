@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparing.commands.files import writes
+
+_FILES = ("bench.json", "bench.png")
+
 
 def add(commands: Any) -> None:
     """Declare the options."""
@@ -34,7 +38,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--peers", action="store_true", help="race installed public implementations too: pip install 'sparing[peers]'"
     )
-    parser.add_argument("--out", default="out", help="folder for bench.json and bench.png (default: out)")
+    writes(
+        parser, "--out", default="out", names=lambda options: _FILES,
+        help=f"folder for {' and '.join(_FILES)} (default: out)",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[bench]'") from None
     from sparing.report.bench import show
-    from sparing.report.bench_files import check_folder, write_json, write_plot
+    from sparing.report.bench_files import write
 
     settings = Settings(
         methods=METHODS if options.methods is None else tuple(split_specs(options.methods)),
@@ -61,19 +68,15 @@ def run(options: argparse.Namespace) -> int:
         backward=options.backward, peers=options.peers,
         **({"lengths": _numbers(options.lengths)} if options.lengths else {}),
     )  # fmt: skip
-    folder = Path(options.out)
-    check_folder(folder)
     console = Terminal(stderr=True)
     with progress(console, "starting", TimeElapsedColumn()) as tell:
         result = bench(settings, progress=tell)
-    show(result)
-    write_json(result, folder / "bench.json")
-    written = [folder / "bench.json"]
     try:
-        write_plot(result, folder / "bench.png")
-        written.append(folder / "bench.png")
-    except ModuleNotFoundError as error:
-        console.print(f"no plot: {error}")
+        written, why = write(result, *(Path(options.out) / name for name in _FILES))
+    finally:  # a full disk is no reason to hide what was measured
+        show(result)
+    if why:
+        console.print(f"no plot: {why}")
     console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
     return 0
 

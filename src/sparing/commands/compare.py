@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from sparing.commands.files import writes
 from sparing.commands.shared import (
     add_subject,
     cache_of,
@@ -12,8 +13,7 @@ from sparing.commands.shared import (
     documents_of,
     needs_cli,
     progress_bar,
-    targets_of,
-    write_files,
+    shown_and_written,
 )
 
 BACKENDS = ("loky", "dask", "ray")
@@ -58,14 +58,14 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--cluster", metavar="ADDRESS", help="of the Dask scheduler or Ray head; default: workers on this machine"
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything there")
-    parser.add_argument("--html", metavar="FILE", help="write a page to read, which needs no network")
+    writes(parser, "--json", metavar="FILE", help="write everything there")
+    writes(parser, "--html", metavar="FILE", help="write a page to read, which needs no network")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare, print, write."""
     with needs_cli():
-        from sparing.report.table import show
+        import rich  # noqa: F401
     from sparing.measure.cluster import cluster
     from sparing.measure.compare import compare
     from sparing.spec import split_specs
@@ -73,7 +73,6 @@ def run(options: argparse.Namespace) -> int:
     specs = None if options.methods is None else split_specs(options.methods)
     texts = documents_of(options)
     head = None if options.head is None else _head(options.head)
-    targets = targets_of(options, ("json", "html"))
     with progress_bar() as progress, cluster(options.backend, options.cluster, options.jobs) as backend:
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
@@ -81,8 +80,7 @@ def run(options: argparse.Namespace) -> int:
             batch=options.batch, lengths=options.lengths, head=head, extend_positions=options.extend_positions,
             jobs=options.jobs, backend=backend, cache=cache_of(options), progress=progress,
         )  # fmt: skip
-    show(found, layers=options.layers, console=console_of())
-    write_files(found, targets)
+    shown_and_written(found, options, console=console_of())
     return 0
 
 

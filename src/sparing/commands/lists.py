@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sparing.commands.shared import console_of, targets_of, write_files
+from sparing.commands.files import reads, writes
+from sparing.commands.shared import console_of, shown_and_written
 
 
 def add(commands: Any) -> None:
@@ -14,12 +15,12 @@ def add(commands: Any) -> None:
     commands.add_parser("methods", help="what each method is, and what it can do").set_defaults(run=_methods)
     show = commands.add_parser("show", help="what a recipe says about the layers of a model")
     show.set_defaults(run=_show)
-    show.add_argument("recipe", help="a JSON file, as sparing.Recipe saves it")
+    reads(show, "recipe", help="a JSON file, as sparing.Recipe saves it")
     report = commands.add_parser("report", help="a comparison that compare --json wrote, once more")
     report.set_defaults(run=_report)
-    report.add_argument("result", help="the JSON file")
+    reads(report, "result", help="the JSON file")
     report.add_argument("--layers", action="store_true", help="errors layer by layer too")
-    report.add_argument("--html", metavar="FILE", help="write a page to read, which needs no network")
+    writes(report, "--html", metavar="FILE", help="write a page to read, which needs no network")
 
 
 def _methods(options: argparse.Namespace) -> int:
@@ -45,7 +46,6 @@ def _show(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     console = console_of()
     from sparing.measure.verdict import Comparison
-    from sparing.report.table import show
 
     try:
         found = Comparison.from_json(Path(options.result).read_text(encoding="utf-8"))
@@ -53,7 +53,5 @@ def _report(options: argparse.Namespace) -> int:
         raise ValueError(f"there is no file {options.result}") from None
     except ValueError as error:
         raise ValueError(f"{options.result}: {error}") from None
-    targets = targets_of(options, ("html",))
-    show(found, layers=options.layers, console=console)
-    write_files(found, targets)
+    shown_and_written(found, options, console=console)
     return 0

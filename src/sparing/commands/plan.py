@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from sparing.commands.shared import add_subject, cache_of, console_of, documents_of, needs_cli, progress_bar, targets_of
+from sparing.commands.files import writes
+from sparing.commands.shared import add_subject, cache_of, console_of, documents_of, needs_cli, progress_bar
 
 
 def add(commands: Any) -> None:
@@ -28,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draw, the split and random methods (default: 0)")
     parser.add_argument("--rounds", type=int, default=7, help="of the timings of the model (default: 7)")
     parser.add_argument("--jobs", type=int, help="processes that run documents; default: one for each core")
-    parser.add_argument("-o", "--output", default="recipe.json", metavar="FILE", help="(default: recipe.json)")
+    writes(parser, "-o", "--output", default="recipe.json", metavar="FILE", help="(default: recipe.json)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--output={options.output}: a recipe is a .json file; approximate() takes other names for methods"
         )
-    target = targets_of(options, ("output",))["output"]
+    target = Path(options.output)
     texts = documents_of(options)
     with progress_bar() as progress:
         found = plan(
@@ -53,8 +55,10 @@ def run(options: argparse.Namespace) -> int:
             rounds=options.rounds, jobs=options.jobs, cache=cache_of(options), progress=progress,
         )  # fmt: skip
     console = console_of()
-    show(found, console=console)
-    found.recipe.save(target.resolve())
+    try:
+        found.recipe.save(target)
+    finally:  # a full disk is no reason to hide what was found
+        show(found, console=console)
     text = f'turn it on: sparing.approximate(model, "{target}")' if found.holds else "it leaves every layer exact"
     console.print(f"wrote {target}; {text}", soft_wrap=True)
     return 0

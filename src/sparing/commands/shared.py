@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparing.commands.files import reads
+
 if TYPE_CHECKING:
     from sparing.measure.verdict import Comparison
     from sparing.report.terminal import Terminal
+    from sparing.store import Store
     from sparing.tasks.documents import Documents
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """Declare what every measurement of a model takes: the model, documents, methods, and where results are kept."""
-    parser.add_argument(
-        "model", nargs="?", default="minilm",
+    reads(
+        parser, "model", nargs="?", default="minilm",
         help="a folder, a name on the hub, or a preset: minilm (default) or smollm2",
     )  # fmt: skip
-    parser.add_argument(
-        "--data", nargs="+", metavar="FILE",
+    reads(
+        parser, "--data", nargs="+", metavar="FILE",
         help="plain text with one document per line, .jsonl, .csv, .tsv (each also as .xz or .gz), .parquet, or - for "
         "standard input; default: Python's help topics",
     )  # fmt: skip
@@ -93,42 +97,37 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
     return None
 
 
-def targets_of(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Path]:
-    """The files that options of these names ask for; an error now is better than one after the work."""
-    given = {name: getattr(options, name) for name in names}
-    found = {name: _target(f"--{name}", path) for name, path in given.items() if path is not None}
-    if len({target.resolve() for target in found.values()}) < len(found):
-        raise ValueError(f"{' and '.join(f'--{name}' for name in found)} name the same file")
-    return found
+def shown_and_written(found: Comparison, options: argparse.Namespace, *, console: Terminal) -> None:
+    """Print a comparison, and write it where --json and --html say: both files or none."""
+    from sparing.report.table import show
+    from sparing.store import write_files
 
-
-def _target(option: str, path: str) -> Path:
-    target = Path(path)
-    folder = target.resolve().parent
-    if not folder.is_dir():
-        raise ValueError(f"{option}={path}: there is no folder {folder}")
-    if (target.exists() and not target.is_file()) or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option}={path} cannot be written")
-    return target
-
-
-def write_files(found: Comparison, targets: dict[str, Path]) -> None:
-    """A comparison as JSON or as a page, whole or not at all; says what was written."""
-    from sparing.measure.cells import write_whole
-
-    for name, target in targets.items():
-        if name == "html":
+    contents: dict[Path, str | bytes] = {}
+    if getattr(options, "json", None) is not None:
+        contents[Path(options.json)] = found.to_json()
+    try:
+        if options.html is not None:
             from sparing.report.page import page
 
-            write_whole(target.resolve(), page(found))  # what a link leads to, not the link
-        else:
-            write_whole(target.resolve(), found.to_json())
+            contents[Path(options.html)] = page(found)
+        write_files(contents)
+    finally:  # a full disk is no reason to hide what was measured
+        show(found, layers=options.layers, console=console)
+    for target in contents:
         console_of(stderr=True).print(f"wrote {target}", soft_wrap=True)
 
 
-def cache_of(options: argparse.Namespace) -> Path | None:
-    """Where measurements are kept: as the user says, or in the user's cache."""
+def cache_of(options: argparse.Namespace) -> Store:
+    """Return where results are kept: as the user says, or else in the user's cache, if that can be used."""
+    from sparing.store import Store, StoreWarning
+
     if options.no_cache:
-        return None
+        return Store(None)
+    if options.cache:
+        return Store(options.cache)
     home = os.environ.get("XDG_CACHE_HOME")
-    return Path(options.cache) if options.cache else (Path(home) if home else Path.home() / ".cache") / "sparing"
+    try:
+        return Store((Path(home) if home else Path.home() / ".cache") / "sparing", optional=True)
+    except RuntimeError:
+        warnings.warn("results are not kept: there is no home folder; name a folder with --cache", StoreWarning, 2)
+        return Store(None)

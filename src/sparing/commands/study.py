@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sparing.commands.files import reads, writes
 from sparing.commands.shared import add_cache, cache_of, console_of, needs_cli, progress_bar
 
 LEDGER = "docs/reproduction.md"
@@ -22,12 +23,15 @@ def add(commands: Any) -> None:
         "--scale", default="small",
         help="small: minutes, nothing is downloaded; paper: its models, data and settings (default: small)",
     )  # fmt: skip
-    parser.add_argument("--data", metavar="FOLDER", help="datasets: glue/, imdb/, hyperpartisan/ and others in it")
-    parser.add_argument("--model", help="a folder or a name on the hub, in place of the study's own")
+    reads(parser, "--data", metavar="FOLDER", help="datasets: glue/, imdb/, hyperpartisan/ and others in it")
+    reads(parser, "--model", help="a folder or a name on the hub, in place of the study's own")
     parser.add_argument("--seeds", type=int, help="of methods that draw random numbers; default: the study's")
-    parser.add_argument("--out", default="studies", metavar="FOLDER", help="for figures and JSON (default: studies)")
-    parser.add_argument(
-        "--write-docs", nargs="?", const=LEDGER, metavar="FILE",
+    writes(
+        parser, "--out", default="studies", metavar="FOLDER", help="for figures and JSON (default: studies)",
+        names=lambda options: [f"{name}.{form}" for name in _names(options) for form in ("json", "png")],
+    )  # fmt: skip
+    writes(
+        parser, "--write-docs", nargs="?", const=LEDGER, metavar="FILE",
         help=f"with --all: write the ledger of all claims (default: {LEDGER})",
     )  # fmt: skip
     add_cache(parser)
@@ -37,9 +41,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write."""
     with needs_cli():
         from sparing.report import study as report
-    from sparing.measure.cells import Store, write_whole
-    from sparing.report.bench_files import check_folder
-    from sparing.studies import NAMES, study
+    from sparing.store import write_files
+    from sparing.studies import study
     from sparing.studies.figure import need_matplotlib
     from sparing.studies.run import Outcome, write
     from sparing.studies.run import run as measure
@@ -49,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         console.print(report.list_table())
         return 0
-    names = list(NAMES) if options.all else list(dict.fromkeys(options.names))
+    names = _names(options)
     if not names:
         raise ValueError("name a study, or ask for --all; --list shows what there is")
     if options.write_docs is not None and not options.all:
@@ -62,21 +65,27 @@ def run(options: argparse.Namespace) -> int:
     report.refuse_unused(studies, settings)
     need_matplotlib()
     folder = Path(options.out)
-    check_folder(folder)
-    if options.write_docs is not None and not Path(options.write_docs).resolve().parent.is_dir():
-        raise ValueError(f"--write-docs={options.write_docs}: there is no such folder")
-    store = Store(cache_of(options))
+    store = cache_of(options)
     store.prepare()
     outcomes: list[Outcome] = []
     for each in studies:
         with progress_bar() as progress:
             outcomes.append(measure(each, settings, store, progress=progress))
-        report.show(outcomes[-1], console=console)
-        written = write(outcomes[-1], folder)
+        try:
+            written = write(outcomes[-1], folder)
+        finally:  # a full disk is no reason to hide what was measured
+            report.show(outcomes[-1], console=console)
         console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
     if len(outcomes) > 1:
         report.show_all(outcomes, console=console)
     if options.write_docs is not None:
-        write_whole(Path(options.write_docs).resolve(), report.ledger(outcomes))
+        write_files({Path(options.write_docs): report.ledger(outcomes)})
         console.print(f"wrote {options.write_docs}", soft_wrap=True)
     return 0
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    """Return the names of the studies that are asked for."""
+    from sparing.studies import NAMES
+
+    return list(NAMES) if options.all else list(dict.fromkeys(options.names))

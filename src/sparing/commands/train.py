@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from sparing.commands.files import check_files, reads, writes
 from sparing.commands.shared import console_of, needs_cli, progress_bar
 
 
@@ -21,17 +22,18 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("task", nargs="?", metavar="TASK", help="--list shows them")
     parser.add_argument("--list", action="store_true", help="what tasks there are")
-    parser.add_argument("--config", metavar="FILE", help="JSON with settings by their names, such as --out wrote")
-    parser.add_argument(
-        "--out", metavar="FOLDER",
+    reads(parser, "--config", metavar="FILE", help="JSON with settings by their names, such as --out wrote")
+    writes(
+        parser, "--out", metavar="FOLDER", names=_files,
         help="for checkpoints, log, curve and the model; a run that is in it goes on (default: runs/TASK-...)",
     )  # fmt: skip
     kinds = {"int": int, "float": float}
     for each in fields(Config):
         if each.name != "task":
             usual = "" if each.default is None or "default" in each.metadata["words"] else f" (default: {each.default})"
-            parser.add_argument(
-                f"--{each.name}", type=kinds.get(str(each.type), str), metavar=each.name.upper(),
+            declare = reads if each.name in ("data", "pretrained") else argparse.ArgumentParser.add_argument
+            declare(
+                parser, f"--{each.name}", type=kinds.get(str(each.type), str), metavar=each.name.upper(),
                 help=(each.metadata["words"] + usual).replace("%", "%%"),
             )  # fmt: skip
 
@@ -40,7 +42,6 @@ def run(options: argparse.Namespace) -> int:
     """Check, train, write."""
     with needs_cli():
         from sparing.report import train as report
-    from sparing.report.bench_files import check_folder
     from sparing.studies.figure import need_matplotlib
     from sparing.training.config import Config, made, read
     from sparing.training.loop import Training, need_accelerate
@@ -58,8 +59,10 @@ def run(options: argparse.Namespace) -> int:
     config = made({**settings, **named})
     need_accelerate()
     need_matplotlib("train")
-    folder = Path(options.out) if options.out else Path("runs") / f"{config.task}-{report.short(config)}"
-    check_folder(folder)
+    if not options.out:
+        options.out = str(Path("runs") / f"{config.task}-{report.short(config)}")
+        check_files(options)
+    folder, settings_too = Path(options.out), "config.json" in _files(options)
     with progress_bar() as progress:
         training = Training(config, folder, tell=progress)
         main = training.accelerator.is_main_process
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         again = training.resume()
         if main:
             report.show_start(training, again, console=console)
-        training.on_record = lambda: report.write_log(training, folder)
+        training.on_record = lambda: report.write_log(training, folder, settings=settings_too)
         try:
             found = training.run()
         except KeyboardInterrupt:
@@ -76,9 +79,22 @@ def run(options: argparse.Namespace) -> int:
             return 130
         training.export()
     if main:
-        report.show_end(found, console=console)
-        for path in report.write(found, folder):
+        try:
+            written = report.write(found, folder)
+        finally:  # a full disk is no reason to hide what was measured
+            report.show_end(found, console=console)
+        for path in written:
             console.print(f"wrote {path}", soft_wrap=True)
         if config.tuned:
             console.print(f"wrote {folder / 'model'}, which transformers loads", soft_wrap=True)
     return 0
+
+
+def _files(options: argparse.Namespace) -> list[str]:
+    """Return what is written into the folder: not the settings, where these are read from there."""
+    from sparing.report.train import FILES
+    from sparing.training.checkpoint import FILES as OF_TRAINING
+
+    own, given = Path(options.out) / "config.json", options.config
+    same = given is not None and own.exists() and Path(given).exists() and own.samefile(given)
+    return [*OF_TRAINING, *FILES, *([] if same else ["config.json"])]

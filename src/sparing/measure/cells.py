@@ -1,81 +1,12 @@
-"""Long work in pieces: what was measured is kept, so that a run that was stopped goes on where it was."""
+"""Long work in pieces: what was measured is kept, so that a run that was stopped resumes."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-Cell = Mapping[str, Any]  #: what tells a measurement from all others; JSON
-
-
-class Store:
-    """Results in a folder, a file for each cell. None: nothing is kept."""
-
-    def __init__(self, folder: str | Path | None) -> None:
-        self.folder = None if folder is None else Path(folder).expanduser()
-
-    def get(self, cell: Cell) -> Any:
-        """What was measured; None if nothing was, or if the file cannot be read."""
-        if self.folder is None:
-            return None
-        try:
-            held = json.loads(self._path(cell).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return held["result"] if isinstance(held, dict) and held.get("cell") == json.loads(_plain(cell)) else None
-
-    def prepare(self) -> None:
-        """Make the folder; an error now is better than one after the first result."""
-        if self.folder is None:
-            return
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"cache: {self.folder} is not a folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.folder, os.W_OK):
-            raise ValueError(f"cache: {self.folder} cannot be written to")
-
-    def put(self, cell: Cell, result: Any) -> None:
-        """Keep a result: under a temporary name first, so that no half of it is ever found."""
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(cell), json.dumps({"cell": cell, "result": result}, indent=1))
-
-    def _path(self, cell: Cell) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{hashlib.sha256(_plain(cell).encode()).hexdigest()[:32]}.json"
-
-
-def _plain(cell: Cell) -> str:
-    return json.dumps(cell, sort_keys=True)
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file all at once, or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(name)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
-
-
-def _umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
+from sparing.store import Cell, Store
 
 
 def measured(

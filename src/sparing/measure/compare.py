@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparing.measure.cells import Store
 from sparing.measure.ladder import ladder
 from sparing.measure.machine import machine
 from sparing.measure.metrics import metric_of, refuse_metric
@@ -15,6 +14,7 @@ from sparing.measure.prepare import evaluating, prepare
 from sparing.measure.sweep import Sweep
 from sparing.measure.verdict import Comparison, row_of, summary
 from sparing.method import method as _method
+from sparing.store import Store
 from sparing.tasks.documents import Documents
 from sparing.tasks.subject import Subject
 from sparing.transformers.find import find
@@ -36,7 +36,7 @@ def compare(
     lengths: bool = True,
     head: tuple[int, int] | None = None,
     extend_positions: bool = False,
-    cache: str | Path | None = None,
+    cache: str | Path | Store | None = None,
     jobs: int | None = None,
     backend: str | None = None,
     threads: int | None = None,
@@ -57,7 +57,7 @@ def compare(
     lengths: race the attention calls at growing lengths, for the crossover on this machine.
     head: a layer and a head to draw beside the most fragile ones.
     extend_positions: repeat learned positions where `length` is more than the model has (of a copy of the model).
-    cache: a folder for what was measured, so that a run that was stopped goes on; None keeps nothing.
+    cache: a folder (or a `Store`) for what was measured, so that a stopped run resumes; None keeps nothing.
     jobs, backend: of joblib, for the errors: None is one process for each core. Each works with one thread, so that the
         numbers are the same whoever works. Times are taken afterwards, alone, with `threads` (None: as torch has it).
 
@@ -90,7 +90,7 @@ def compare(
     together = min((1 if causal else 4) if batch is None else batch, len(given.rows))
     if subject.kind == "classifier" and subject.model.config.pad_token_id is None:
         together = 1  # it could not tell padding from text
-    store, here = Store(cache), {**machine(), **({} if threads is None else {"threads": threads})}
+    store, here = Store.of(cache), {**machine(), **({} if threads is None else {"threads": threads})}
     store.prepare()
     sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=progress)
     with evaluating(subject.model):

@@ -29,7 +29,7 @@ def peak_extra_bytes(call: Callable[[], object]) -> int | None:
         return None
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
-    _RESET.write_text("5")
+    _RESET.write_bytes(b"5")
     call()
     return max(_status("VmHWM") - before, 0)
 
@@ -39,7 +39,7 @@ def can_measure() -> bool:
     if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"):
         return False
     try:
-        _RESET.write_text("5")
+        _RESET.write_bytes(b"5")
         return _status("VmHWM") > 0
     except (OSError, LookupError):
         return False
@@ -58,7 +58,7 @@ def _status(name: str) -> int:
 
 
 def _entry(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"{path} has no entry {name}")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparing.measure.calls import middle_calls
-from sparing.measure.cells import Cell, Store, measured
+from sparing.measure.cells import measured
 from sparing.measure.crossover import LENGTHS, PATIENCE, Point, race_at
 from sparing.measure.maps import Map, can_draw, maps
 from sparing.measure.prepare import Prepared, Source, fetched
@@ -19,6 +19,7 @@ from sparing.measure.seconds import seconds
 from sparing.measure.timing import Interval, threads
 from sparing.method import Unsupported
 from sparing.method import method as _method
+from sparing.store import Cell, Store
 from sparing.tasks.subject import Subject
 from sparing.transformers.watch import Seen
 

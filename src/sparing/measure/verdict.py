@@ -17,6 +17,7 @@ from sparing.measure.quality import LayerError
 from sparing.measure.seconds import Seconds
 from sparing.measure.timing import Interval
 from sparing.method import method as _method
+from sparing.store import add_checksum, verify_checksum
 
 FORMAT = 1
 #: Words of a verdict.
@@ -70,7 +71,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """Everything, for `sparing report`."""
-        return json.dumps(finite({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
+        return json.dumps(add_checksum(finite({"format": FORMAT, **asdict(self)})), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
@@ -81,6 +82,7 @@ class Comparison:
             raise ValueError(f"a comparison is JSON, and this is not: {error}") from None
         if not isinstance(held, dict) or "format" not in held:
             raise ValueError("a comparison is a JSON object with 'format' and 'rows'")
+        held = verify_checksum(held)
         if held.pop("format") != FORMAT:
             raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}")
         try:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparing.measure.cells import Store
 from sparing.measure.ladder import ladder
 from sparing.measure.machine import machine
 from sparing.measure.metrics import Metric, metrics_of
@@ -19,6 +18,7 @@ from sparing.planning import clock
 from sparing.planning.promise import Promise
 from sparing.planning.result import Plan
 from sparing.planning.work import Work
+from sparing.store import Store
 from sparing.tasks.documents import Documents, default
 from sparing.tasks.subject import Subject
 
@@ -42,7 +42,7 @@ def plan(
     extend_positions: bool = False,
     seed: int = 0,
     rounds: int = 7,
-    cache: str | Path | None = None,
+    cache: str | Path | Store | None = None,
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
 ) -> Plan:
@@ -81,7 +81,7 @@ def plan(
     )
     given = _distinct(given, data)
     promise.refuse_few(len(given.rows))
-    store, here = Store(cache), machine()
+    store, here = Store.of(cache), machine()
     store.prepare()
     chosen = _metric(given.subject, metric)
     causal = given.subject.kind == "language model"

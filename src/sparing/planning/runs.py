@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparing.measure.cells import Cell, Store, measured
+from sparing.measure.cells import measured
 from sparing.measure.ends import END_OF, Digest, digest
 from sparing.measure.metrics import Metric
 from sparing.measure.prepare import Prepared, Source, fetched, fingerprint
 from sparing.measure.timing import threads
 from sparing.method import Unsupported
 from sparing.method import method as _method
+from sparing.store import Cell, Store
 from sparing.tasks.subject import Subject
 from sparing.transformers.recipe import Recipe
 

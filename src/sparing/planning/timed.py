@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparing.measure.cells import Cell, Store, measured
+from sparing.measure.cells import measured
 from sparing.measure.prepare import Prepared, fingerprint
 from sparing.measure.timing import Interval
 from sparing.planning import clock
+from sparing.store import Cell, Store
 from sparing.transformers.recipe import Recipe
 
 

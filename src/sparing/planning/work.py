@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparing.measure.cells import Store
 from sparing.measure.metrics import Metric
 from sparing.measure.prepare import Prepared, fingerprint
 from sparing.method import method as _method
@@ -21,6 +20,7 @@ from sparing.planning.result import Candidate, Plan, about
 from sparing.planning.runs import Runs, packed
 from sparing.planning.search import check, farthest, figures
 from sparing.planning.timed import Timed
+from sparing.store import Store
 from sparing.transformers.choose import base_name
 from sparing.transformers.find import find
 from sparing.transformers.recipe import Recipe

@@ -5,26 +5,42 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from sparing.measure.cells import write_whole
+from sparing.from_json import parse
 from sparing.measure.results import SDPA, SDPA_BF16, SDPA_PROJECTION, Bench
 from sparing.report.bench import sides
+from sparing.store import add_checksum, verify_checksum, write_files
 
 
-def write_json(bench: Bench, path: Path) -> None:
-    """All figures, with settings and machine; `read_json` gives back an equal object."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(bench.as_dict(), indent=1, allow_nan=False) + "\n")
+def write(bench: Bench, result: Path, picture: Path) -> tuple[list[Path], str]:
+    """Write the figures and a plot, all or none; return the files, and why there is no plot, or ""."""
+    contents: dict[Path, str | bytes] = {result: to_json(bench)}
+    why = ""
+    try:
+        contents[picture] = plot(bench, picture.suffix.lstrip("."))
+    except ModuleNotFoundError as error:
+        why = str(error)
+    for path in contents:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_files(contents)
+    return list(contents), why
+
+
+def to_json(bench: Bench) -> str:
+    """Return all figures, with settings and machine; `read_json` gives back an equal object."""
+    return json.dumps(add_checksum(bench.as_dict()), indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Bench:
-    """What `write_json` wrote."""
-    return Bench.from_dict(json.loads(path.read_text()))
+    """Return the run that a file holds."""
+    try:
+        return Bench.from_dict(verify_checksum(parse(path.read_bytes().decode())))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def write_plot(bench: Bench, path: Path) -> None:
-    """Time over length, both logarithmic, one panel for each pass; needs matplotlib."""
+def plot(bench: Bench, form: str) -> bytes:
+    """Return time over length, both logarithmic, one panel for each pass, as "png" or "svg"; needs matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -58,18 +74,5 @@ def write_plot(bench: Bench, path: Path) -> None:
         f"batch {s.batch}, {s.heads} heads x {s.width}, {s.threads} threads, {m['cpu']}", x=0.01, ha="left", fontsize=9
     )
     drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, drawn.getvalue())
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse, before anything is measured, a folder that cannot be written to; nothing remains of the try."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out={str(folder)!r} is a file; name a folder")
-    parent = next((p for p in (folder, *folder.absolute().parents) if p.exists()), folder)
-    try:
-        with TemporaryDirectory(dir=parent):
-            pass
-    except OSError:
-        raise ValueError(f"out={str(folder)!r} cannot be written to; name another folder") from None
+    figure.savefig(drawn, format=form, dpi=120)
+    return drawn.getvalue()

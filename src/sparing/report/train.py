@@ -13,15 +13,16 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from sparing.measure.cells import write_whole
 from sparing.measure.machine import machine
 from sparing.report.terminal import Terminal
-from sparing.studies.figure import panels, style, write_figure
+from sparing.store import write_files
+from sparing.studies.figure import drawn, panels, style
 from sparing.tasks.kinds import KINDS
 from sparing.training.config import Config
 from sparing.training.loop import Trained, Training
 
 FORMAT = 1  #: of result.json
+FILES = ("result.json", "log.csv", "curve.png")
 
 
 def tasks_table() -> Table:
@@ -94,24 +95,29 @@ def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Se
     return written.getvalue()
 
 
-def write_log(training: Training, folder: Path) -> None:
-    """What is known so far."""
-    write_whole(folder / "log.csv", _log(training.losses, training.records, training.times))
-    write_whole(folder / "config.json", json.dumps(asdict(training.asked), indent=1) + "\n")
+def write_log(training: Training, folder: Path, *, settings: bool = True) -> None:
+    """Write what is known so far; settings: those of the run, too, as --config reads them."""
+    contents = {folder / "log.csv": _log(training.losses, training.records, training.times)}
+    if settings:
+        contents[folder / "config.json"] = json.dumps(asdict(training.asked), indent=1) + "\n"
+    write_files(contents)
 
 
 def write(found: Trained, folder: Path) -> list[Path]:
-    """The result as JSON, the log as CSV, and the curve."""
+    """Write the result as JSON, the log as CSV and the curve, all or none."""
     held = {
         "format": FORMAT, "config": asdict(found.config), "data": found.task.data, "metric": found.task.metric,
         "value": found.metric, "chance": found.task.chance(),
         "beats_chance": found.beats_chance, "best": found.best, "seconds": found.seconds,
         "records": list(found.records), "times": list(found.times), "losses": list(found.losses), "machine": machine(),
     }  # fmt: skip
-    write_whole(folder / "result.json", json.dumps(held, indent=1) + "\n")
-    write_whole(folder / "log.csv", _log(found.losses, found.records, found.times))
-    write_figure(lambda figure: _draw(found, figure), folder / "curve.png")
-    return [folder / name for name in ("result.json", "log.csv", "curve.png")]
+    result, log, curve = (folder / name for name in FILES)
+    write_files({
+        result: json.dumps(held, indent=1) + "\n",
+        log: _log(found.losses, found.records, found.times),
+        curve: drawn(lambda figure: _draw(found, figure), curve),
+    })  # fmt: skip
+    return [result, log, curve]
 
 
 def _draw(found: Trained, figure: Any) -> None:

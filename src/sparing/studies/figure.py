@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparing.measure.cells import write_whole
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -54,8 +52,8 @@ def need_matplotlib(extra: str = "study") -> None:
         ) from None
 
 
-def write_figure(draw: Callable[[Figure], None], path: Path) -> None:
-    """What `draw` puts into a figure, as a file."""
+def drawn(draw: Callable[[Figure], None], path: Path) -> bytes:
+    """Return what `draw` puts into a figure, in the format of the file that it is for."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -63,6 +61,6 @@ def write_figure(draw: Callable[[Figure], None], path: Path) -> None:
     with rc_context(look):
         figure = Figure(figsize=(6, 4), layout="constrained")
         draw(figure)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=150)
-    write_whole(path, drawn.getvalue())
+        found = io.BytesIO()
+        figure.savefig(found, format=path.suffix.lstrip("."), dpi=150)
+    return found.getvalue()

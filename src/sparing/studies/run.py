@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparing.measure.cells import Store, measured, write_whole
+from sparing.measure.cells import measured
 from sparing.measure.machine import machine
+from sparing.store import Store, write_files
 from sparing.studies.study import Cell, Judgement, Row, Settings, Study
 
 FORMAT = 1  #: of the JSON files
@@ -84,13 +85,13 @@ def run(
 
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
-    """The results as JSON and as a figure."""
-    from sparing.studies.figure import write_figure
+    """Write the results as JSON and as a figure, both or none."""
+    from sparing.studies.figure import drawn
 
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{outcome.study.name}.json", folder / f"{outcome.study.name}.png"]
-    write_whole(written[0], outcome.to_json())
-    write_figure(lambda figure: outcome.study.draw(outcome.rows, figure), written[1])
+    figure = drawn(lambda figure: outcome.study.draw(outcome.rows, figure), written[1])
+    write_files({written[0]: outcome.to_json(), written[1]: figure})
     return written
 
 

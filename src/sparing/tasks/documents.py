@@ -16,6 +16,7 @@ from typing import Any
 
 from sparing.from_json import has_surrogate, parse
 from sparing.spec import shown
+from sparing.store import readable
 from sparing.tasks.subject import first_line
 from sparing.tasks.text import python_topics
 
@@ -72,7 +73,7 @@ def read(
             texts.append(text)
             labels.append(mark)
             pairs.append(second)
-    names = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
+    names = ", ".join("standard input" if str(path) == "-" else readable(Path(path).name) for path in paths)
     if not texts:
         raise ValueError(f"data: {names} holds no text")
     marks = None if label is None else tuple(labels)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.store import readable
 from sparing.tasks import minilm, smollm2
 
 PRESETS: dict[str, Callable[[], tuple[Any, Any]]] = {"minilm": minilm.load, "smollm2": smollm2.load}
@@ -157,4 +158,4 @@ def load(name: str) -> Subject:
         )
     path = Path(name)
     of_a_run = path.name == "model" and path.parent.name  # where `sparing train` writes it
-    return Subject(of_a_run or path.name, model.eval(), tokenizer)
+    return Subject(readable(of_a_run or path.name), model.eval(), tokenizer)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparing.measure.estimate import proportion
 from sparing.measure.metrics import End, metrics_of
+from sparing.store import refuse_overwriting
 from sparing.tasks.batches import Batches
 from sparing.tasks.trainable import Split, Task
 from sparing.training import checkpoint
@@ -90,6 +91,13 @@ class Training:
         from accelerate.state import AcceleratorState
 
         self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            read = {"data": config.data, "pretrained": config.pretrained}
+            refuse_overwriting(
+                [(name, Path(path)) for name, path in read.items() if path is not None],
+                [("folder", self.folder / name) for name in checkpoint.FILES],
+                [("folder", self.folder)],
+            )
         self.tell = tell or (lambda text, done, steps: None)
         self.task = config.load() if task is None else task
         self.asked = config  #: with epochs, where these were named

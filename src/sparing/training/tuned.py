@@ -86,8 +86,10 @@ def tuned(task: Task, config: Config) -> Tuned:
 
 
 def export(model: Tuned, config: Config, folder: Path) -> None:
-    """The model and its tokenizer as a folder that transformers loads, whole or not there."""
+    """Write the model and its tokenizer as a folder that transformers loads, whole or not at all."""
     new, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
+    if old.exists() and not folder.exists():  # a process was killed between the two renames below
+        os.replace(old, folder)
     for left in (new, old):
         shutil.rmtree(left, ignore_errors=True)
     model.model.save_pretrained(new)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from sparing.method import Method
+from sparing.store import add_checksum
 from sparing.transformers.choose import base_name
 from sparing.transformers.find import Layer, find
 from sparing.transformers.recipe import Recipe
@@ -63,7 +64,7 @@ def _write(switch: Switch) -> None:
     for writer in reversed(list(switch.writers.values())):
         layers = find(writer)
         if any(_chosen(layer) for layer in layers):
-            switch.config.sparing = recipe_of(writer, layers).to_dict()
+            switch.config.sparing = add_checksum(recipe_of(writer, layers).to_dict())
             return
     switch.writers.clear()
     if switch.recipe is not None:

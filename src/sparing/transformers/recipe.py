@@ -15,6 +15,7 @@ from sparing.from_json import parse
 from sparing.method import Method
 from sparing.method import method as _method
 from sparing.spec import shown
+from sparing.store import Damaged, add_checksum, verify_checksum, write_files
 from sparing.transformers.slot import WHEN
 
 VERSION = 1
@@ -121,6 +122,10 @@ class Recipe:
         version = found.get("version")
         if type(version) is not int or version != VERSION:
             raise ValueError(f"recipe: version {shown(version)} is not known; this sparing reads {VERSION}")
+        try:
+            found = verify_checksum(found)
+        except Damaged as error:
+            raise ValueError(f"recipe: {error}") from None
         unknown = [shown(name) for name in found if name not in _KNOWN]
         if unknown:
             raise ValueError(f"recipe: unknown entries {', '.join(sorted(unknown)[:8])}; known: {', '.join(_KNOWN)}")
@@ -138,14 +143,8 @@ class Recipe:
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the recipe to a JSON file, whole or not at all."""
-        target = Path(path)
-        part = target.with_name(f".{target.name}.part")
-        try:
-            part.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        """Write the recipe to a JSON file with a checksum, whole or not at all."""
+        write_files({Path(path): json.dumps(add_checksum(self.to_dict()), indent=2) + "\n"})
 
     def method_of(self, name: str) -> Method | None:
         """What the layer runs; None where the recipe does not name it."""

@@ -1,0 +1,287 @@
+"""Files that are written whole or not at all, and results that are kept between runs.
+
+Everything that sparing writes goes through `write_files`. What it reads back carries a checksum, so that a file that
+was damaged on the disk is refused or measured again, and never believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sparing.from_json import parse
+
+Cell = Mapping[str, Any]  #: what tells a measurement from all others; JSON
+FORMAT = 2  #: of kept results; those of format 1 had no checksum, and are measured again
+CHECKSUM = "sha256"  #: the entry of a JSON object that holds the checksum of all others
+_SEAL = b"\nsparing sha256 "  # before the checksum at the end of a file that is not JSON
+_STALE = 3600  # seconds after which a temporary file was left behind by a process that was killed
+
+
+class Damaged(ValueError):
+    """Content that differs from what was written."""
+
+
+class StoreWarning(UserWarning):
+    """Results that are not kept, or that are measured again."""
+
+
+def write_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -> None:
+    """Write all files or none, each whole: under temporary names first, renamed when all of them are complete.
+
+    contents: path -> text, which is written as UTF-8, or bytes. A path that is a symbolic link is followed.
+    durable: wait until the disk has the content, and remove what killed processes left of the same file. Without it, a
+        power failure may leave an empty file.
+    """
+    written: list[tuple[str, Path]] = []
+    path = Path()
+    try:
+        for path, content in contents.items():
+            target = path.resolve()
+            if durable:
+                _remove_stale(target.parent, f".{target.name}.")
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+            written.append((name, target))
+            with os.fdopen(handle, "wb") as file:
+                # A lone surrogate, as a file name that is not UTF-8 has, becomes "?".
+                file.write(content.encode(errors="replace") if isinstance(content, str) else content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.chmod(name, 0o666 & ~_umask())
+        for name, path in written:
+            os.replace(name, path)
+    except BaseException as error:
+        for name, _ in written:
+            with suppress(OSError):
+                os.unlink(name)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
+def _remove_stale(folder: Path, prefix: str) -> None:
+    """Remove temporary files of processes that were killed; one that was changed lately may be in use."""
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name.startswith(prefix) and entry.name.endswith(".part"):
+                with suppress(OSError):
+                    if time.time() - entry.stat().st_mtime > _STALE:
+                        os.unlink(entry.path)
+
+
+def readable(name: str) -> str:
+    """Return the name of a file as text, also where the locale could not decode it."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def _umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def add_checksum(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a checksum of its entries."""
+    return {**held, CHECKSUM: _digest(held)}
+
+
+def verify_checksum(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object without its checksum, or raise `Damaged`. An object that has none is returned as it is."""
+    rest = {name: value for name, value in held.items() if name != CHECKSUM}
+    if CHECKSUM in held and held[CHECKSUM] != _digest(rest):
+        raise Damaged(
+            f"the checksum does not match: the content was damaged or edited; restore it, or remove the entry "
+            f"{CHECKSUM!r} to take it as it is"
+        )
+    return rest
+
+
+def _digest(held: Any) -> str:
+    """Return a checksum of what JSON makes of an object: it does not depend on white space or the order of names."""
+    plain = json.loads(json.dumps(held))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def seal(content: bytes) -> bytes:
+    """Return bytes with their checksum at the end."""
+    return content + _SEAL + hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def unseal(content: bytes) -> bytes:
+    """Return what was sealed, or raise `Damaged`. Bytes without a seal are returned as they are."""
+    rest, mark, checksum = content.rpartition(_SEAL)
+    if not mark or len(checksum) > 65:
+        return content
+    if checksum != hashlib.sha256(rest).hexdigest().encode() + b"\n":
+        raise Damaged("the checksum does not match")
+    return rest
+
+
+class Store:
+    """Results in a folder, a file for each cell, with a checksum. Without a folder nothing is kept.
+
+    optional: warn instead of raising where the folder cannot be written to. What cannot be kept later on, as on a full
+        disk, is always a warning: the results themselves are good. Each warning is given once.
+    """
+
+    def __init__(self, folder: str | Path | None, *, optional: bool = False) -> None:
+        self.folder = None if folder is None else Path(folder).expanduser()
+        self.optional = optional
+        self._told: set[str] = set()
+
+    @classmethod
+    def of(cls, cache: str | Path | Store | None) -> Store:
+        """Return a store as it is, or the one of a folder."""
+        return cache if isinstance(cache, Store) else cls(cache)
+
+    def prepare(self) -> None:
+        """Make the folder and try to write to it: an error now is better than one after the first result."""
+        if self.folder is None:
+            return
+        try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ValueError(f"cache: {self.folder} is not a folder")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(4096))
+        except (OSError, ValueError) as error:
+            why = str(error) if isinstance(error, ValueError) else f"cache: {self._cannot(error)}"
+            if not self.optional:
+                raise ValueError(f"{why}; name another folder") from None
+            self._tell("keep", f"results are not kept: {why.removeprefix('cache: ')}; name a folder with --cache")
+            self.folder = self.folder if self.folder.is_dir() else None
+        else:
+            _remove_stale(self.folder, ".")
+
+    def get(self, cell: Cell) -> Any:
+        """Return what was measured, or None: nothing was, or the file is not what was written."""
+        if self.folder is None:
+            return None
+        path = self._path(cell)
+        try:
+            held = parse(path.read_bytes().decode())
+            if not isinstance(held, dict) or held.get("format") != FORMAT or CHECKSUM not in held:
+                raise Damaged
+            held = verify_checksum(held)
+            if held["cell"] != json.loads(_plain(cell)):
+                raise Damaged
+            return held["result"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            self._tell("damaged", f"{path} is damaged or of an older version; such results are measured again")
+            return None
+
+    def put(self, cell: Cell, result: Any) -> None:
+        """Keep a result."""
+        if self.folder is None:
+            return
+        held = add_checksum({"format": FORMAT, "cell": cell, "result": result})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_files({self._path(cell): json.dumps(held, indent=1)}, durable=False)
+        except OSError as error:
+            self._tell("keep", f"results are not kept: {self._cannot(error)}")
+
+    def _path(self, cell: Cell) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{hashlib.sha256(_plain(cell).encode()).hexdigest()[:32]}.json"
+
+    def _cannot(self, error: OSError) -> str:
+        return f"{self.folder} cannot be written to ({error.strerror})"
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(text, StoreWarning, stacklevel=3)
+
+
+def _plain(cell: Cell) -> str:
+    return json.dumps(cell, sort_keys=True)
+
+
+Place = Path | int  #: a file, a folder with all that is in it, or the number of an open file
+_Key = tuple[int, int]  # of a file: the same for all of its names
+
+
+def refuse_overwriting(
+    inputs: Iterable[tuple[str, Place]],
+    outputs: Iterable[tuple[str, Place]],
+    folders: Iterable[tuple[str, Path]] = (),
+) -> None:
+    """Raise where a file that is written is one that is read, or is written twice, also by way of links.
+
+    Each is the name of an argument with a place. Of a folder in `outputs`, everything is replaced. folders: those that
+    outputs are in. Such a folder may be inside one that is read, as runs inside their data, but not be the same.
+    """
+    written: dict[_Key | Path, tuple[str, Path | None]] = {}
+    for name, place in outputs:
+        found: dict[_Key | Path, Path | None] = {key: path for path, key in _files(place)}
+        if not found and isinstance(place, Path):
+            found = {place.resolve(): place}
+        for key, path in found.items():
+            if key in written:
+                other, as_path = written[key]
+                raise ValueError(
+                    f"{name}{_given(path)} and {other}{_given(as_path)} would write the same file; name another for "
+                    "one of them"
+                )
+            written[key] = (name, path)
+    ours = {_key(folder): (name, folder) for name, folder in folders if folder.is_dir()}
+    exists = any(isinstance(key, tuple) for key in written)
+    for name, place in inputs:
+        if (same := ours.get(_key(place))) is not None:
+            other, as_path = same
+            raise ValueError(f"{other}={as_path} is the folder that {name} reads; name another folder for {other}")
+        for path, key in _files(place, without=ours) if exists else ():
+            if key in written:
+                other, as_path = written[key]
+                read = "the file on standard input" if path is None else path
+                raise ValueError(
+                    f"{other}{_given(as_path)} would overwrite {read}, which {name} reads; name another file for "
+                    f"{other}"
+                )
+
+
+def _given(path: Path | None) -> str:
+    return "" if path is None else f"={path}"
+
+
+def _key(place: Place) -> _Key | None:
+    try:
+        found = os.stat(place)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _files(place: Place, without: Container[_Key | None] = ()) -> Iterator[tuple[Path | None, _Key]]:
+    """Yield each file of a place that exists, with its key; without: folders that are passed over."""
+    key = _key(place)
+    if key is None:
+        return
+    if isinstance(place, int):
+        if os.path.isfile(place):
+            yield None, key
+    elif not place.is_dir():
+        yield place, key
+    else:
+        seen = set()
+        for folder, folders, names in os.walk(place, followlinks=True):
+            key = _key(Path(folder))
+            if key in seen or key in without:  # a link to a folder above
+                folders.clear()
+                continue
+            seen.add(key)
+            for name in names:
+                if (key := _key(path := Path(folder) / name)) is not None:
+                    yield path, key
