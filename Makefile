@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 KERNELS := .venv/.kernels
 CSRC := $(wildcard src/sparing/native/csrc/*)
 
-.PHONY: compare test test-all test-oldest sanitize fuzz bench lint clean
+.PHONY: compare test test-all test-oldest sanitize fuzz faults bench lint clean
 
 compare: $(KERNELS)
 	mkdir -p out
@@ -74,6 +74,10 @@ FUZZ_SECONDS ?= 300
 fuzz: $(KERNELS) $(SANITIZED)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS)
 	$(IN_SANITIZED) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $$(($(FUZZ_SECONDS) / 4)) --fuzzers kernels
+
+# Kill -9, full disks and damaged bytes at length, with the table of docs/faults.md; about a quarter of an hour.
+faults: $(KERNELS)
+	$(BIN)/python tests/faults
 
 clean:
 	rm -rf .venv build dist src/sparing/native/_kernels*.so src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,18 +3,13 @@
 import csv
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
-import torch
 
 from sparing.cli import main
 from sparing.tasks.kinds import KINDS
-from sparing.training import checkpoint
 
 SMALL = ["--length", "32", "--width", "16", "--hidden", "16", "--layers", "1", "--batch", "4", "--evaluate", "2"]
 
@@ -97,24 +92,6 @@ def test_bad_input_is_one_line_before_the_first_step(capsys, tmp_path):
     assert "length=3 is too short" in said(capsys, "causal", "--length", 3, *out)
     assert "there is no file" in said(capsys, "--config", tmp_path / "none.json", *out)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_process_that_was_killed_goes_on(tmp_path):
-    arguments = ["masked", *SMALL, "--steps", "60", "--method", "yoso(hashes=4)", "--dropout", "0.1"]
-    assert main(["train", *arguments, "--out", str(tmp_path / "whole")]) == 0
-    same = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # on which the last bits hang
-    process = subprocess.Popen(command(*arguments, "--out", str(tmp_path / "cut")), stdout=subprocess.DEVNULL, env=same)
-    end = time.monotonic() + 120
-    while not (tmp_path / "cut" / "last.pt").exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(random.Random(os.getpid()).random() / 4)  # any step will do
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it was over before it was killed"
-    assert checkpoint.load(tmp_path / "cut" / "last.pt")["step"] < 60
-    assert main(["train", *arguments, "--out", str(tmp_path / "cut")]) == 0
-    whole, cut = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "cut"))
-    assert cut["losses"] == whole["losses"]
-    assert cut["records"] == whole["records"]
 
 
 METHODS = ("exact", "yoso(hashes=4)")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from sparing.measure.machine import machine
 from sparing.report.terminal import Terminal
-from sparing.store import write_files
+from sparing.store import add_checksum, write_files
 from sparing.studies.figure import drawn, panels, style
 from sparing.tasks.kinds import KINDS
 from sparing.training.config import Config
@@ -99,7 +99,7 @@ def write_log(training: Training, folder: Path, *, settings: bool = True) -> Non
     """Write what is known so far; settings: those of the run, too, as --config reads them."""
     contents = {folder / "log.csv": _log(training.losses, training.records, training.times)}
     if settings:
-        contents[folder / "config.json"] = json.dumps(asdict(training.asked), indent=1) + "\n"
+        contents[folder / "config.json"] = json.dumps(add_checksum(asdict(training.asked)), indent=1) + "\n"
     write_files(contents)
 
 

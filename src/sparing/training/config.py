@@ -12,6 +12,7 @@ from typing import Any
 
 from sparing.from_json import parse
 from sparing.method import method as _method
+from sparing.store import Damaged, verify_checksum
 from sparing.tasks.kinds import KINDS
 from sparing.tasks.trainable import Task
 
@@ -137,7 +138,7 @@ class Config:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings of a JSON file."""
+    """Return the settings of a JSON file."""
     try:
         held = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -146,6 +147,11 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"config: {path} is not JSON: {error}") from None
     if not isinstance(held, dict):
         raise ValueError(f"config: {path} must be an object, with names of settings")
+    try:
+        held = verify_checksum(held)
+    except Damaged as error:
+        raise ValueError(f"config: {path}: {error}") from None
+    _refuse_unknown(held, f"config: {path}")
     return held
 
 
@@ -153,13 +159,18 @@ _TYPES = {"int": (int,), "float": (int, float), "str": (str,), "str | None": (st
 
 
 def made(settings: Mapping[str, Any]) -> Config:
-    """A run with these settings; others keep their defaults."""
-    kinds = {each.name: str(each.type) for each in fields(Config)}
-    for name, value in settings.items():
-        if name not in kinds:
-            raise ValueError(f"config: there is no setting {name!r}; there are {', '.join(kinds)}")
-        if not isinstance(value, _TYPES[kinds[name]]) or isinstance(value, bool):
-            raise ValueError(f"config: {name}={value!r} must be of type {kinds[name]}")
+    """Return a run with these settings; others keep their defaults."""
+    _refuse_unknown(settings, "config")
     if "task" not in settings:
         raise ValueError(f"config: no task is named; there are {', '.join(KINDS)}")
     return Config(**settings)
+
+
+def _refuse_unknown(settings: Mapping[str, Any], label: str) -> None:
+    """Raise where a setting is not known, or is of another type."""
+    kinds = {each.name: str(each.type) for each in fields(Config)}
+    for name, value in settings.items():
+        if name not in kinds:
+            raise ValueError(f"{label}: there is no setting {name!r}; there are {', '.join(kinds)}")
+        if not isinstance(value, _TYPES[kinds[name]]) or isinstance(value, bool):
+            raise ValueError(f"{label}: {name}={value!r} must be of type {kinds[name]}")
