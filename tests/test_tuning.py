@@ -1,6 +1,7 @@
 """Fine-tuning a pretrained encoder on tasks of GLUE's form, and datasets by name."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sparing.tasks.hub import Hub
 from sparing.tasks.kinds import KINDS
 from sparing.training.config import Config
 from sparing.training.loop import Training, train
+from sparing.training.tuned import export
 
 from tuned import WORDS, classifier
 
@@ -205,3 +207,21 @@ def test_a_length_beyond_the_models_positions_is_refused(encoder, tmp_path):
     data = files(tmp_path, "SST-2", said_of((0, 1)))
     with pytest.raises(ValueError, match=r"length=4096 is more than the \d+ tokens of the pretrained model"):
         Training(Config("glue", pretrained=encoder, length=4096, part="SST-2", data=data, batch=8))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_model_that_cannot_be_written_leaves_the_former_one(killed, tmp_path):
+    """Also where a process was killed after it had moved the former one away."""
+
+    class Full:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+            (folder / "half").write_text("")
+            raise RuntimeError("I/O error: No space left on device\nmore")
+
+    former = tmp_path / ("model.old" if killed else "model")
+    former.mkdir()
+    (former / "weights").write_text("former")
+    with pytest.raises(OSError, match=r"model cannot be written: I/O error: No space left on device$"):
+        export(SimpleNamespace(model=Full()), Config("glue"), tmp_path / "model")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["model", "model/weights"]

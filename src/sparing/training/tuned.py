@@ -92,8 +92,12 @@ def export(model: Tuned, config: Config, folder: Path) -> None:
         os.replace(old, folder)
     for left in (new, old):
         shutil.rmtree(left, ignore_errors=True)
-    model.model.save_pretrained(new)
-    tokenizer_of(config.pretrained or USUAL).save_pretrained(new)
+    try:
+        model.model.save_pretrained(new)
+        tokenizer_of(config.pretrained or USUAL).save_pretrained(new)
+    except Exception as error:  # each library has an error of its own for a full disk
+        shutil.rmtree(new, ignore_errors=True)
+        raise OSError(f"{folder} cannot be written: {first_line(error)}") from None
     if folder.exists():
         os.replace(folder, old)
     os.replace(new, folder)
