@@ -1,6 +1,6 @@
 """`make faults`: kill, fill and damage, at length; prints the table of docs/faults.md.
 
-python tests/faults [--kills N] [--damages N] [--seed N]
+python tests/faults [COMMAND ...] [--kills N] [--damages N] [--seed N]
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def row(what: str, how: str, counts: Counter[str], start: float) -> None:
 def main() -> None:
     """Run everything; the first fault that loses something stops it with an error."""
     parser = argparse.ArgumentParser(description=__doc__)
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("commands", nargs="*", help=f"of {', '.join(names)}; default: all, and files of all kinds")
     parser.add_argument("--kills", type=int, default=40, help="of each command, at random moments")
     parser.add_argument("--damages", type=int, default=2000, help="of each kind of file")
     parser.add_argument("--seed", type=int, default=0)
@@ -50,13 +52,13 @@ def main() -> None:
     say(f"{here['cpu']}, torch {here['torch']}, transformers {here['transformers']}, seed {options.seed}\n")
     say("| what | fault | what became of it | time |\n|---|---|---|---|")
     with TemporaryDirectory(prefix="faults-") as name:
-        for kind in KINDS:
+        for kind in () if options.commands else KINDS:
             (folder := Path(name) / "damage" / kind.name.replace("/", " ")).mkdir(parents=True)
             start = time.monotonic()
             row(kind.name, "bytes", damage(kind, folder, options.damages, str(options.seed)), start)
         server, given = Server(), prepare(Path(name) / "given")
         mounted = can_mount()
-        for scenario in SCENARIOS:
+        for scenario in (each for each in SCENARIOS if each.name in (options.commands or names)):
             command = f"`sparing {scenario.name}`"
             start, kills = time.monotonic(), Kills(server, given, scenario)
             row(command, "kill -9 at a random moment", kills.at_random(options.kills, options.seed), start)

@@ -40,11 +40,11 @@ class Reruns(Kills):
             last = folder / "run/last.pt"
             whole = last.read_bytes()
             for number in range(times):
-                for name in (*self.scenario.outputs, "run/config.json"):
+                for name in self.scenario.outputs:
                     _damage(folder / name, f"{name} {number} {seed}")
                 assert self._run(folder).status == 0
-                (folder / "run/config.json").unlink()  # which nothing reads unless it is named, and a new step writes
-                self.counts["outputs damaged"] += len(self.scenario.outputs) + 1
+                assert self.scenario.found(folder) == self.wanted
+                self.counts["outputs damaged"] += len(self.scenario.outputs)
                 _damage(last, f"last {number} {seed}")
                 spoilt = last.read_bytes()
                 ended = self._run(folder)
