@@ -75,7 +75,7 @@ fuzz: $(KERNELS) $(SANITIZED)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS)
 	$(IN_SANITIZED) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $$(($(FUZZ_SECONDS) / 4)) --fuzzers kernels
 
-# Kill -9, full disks and damaged bytes at length, with the table of docs/faults.md; about a quarter of an hour.
+# Kill -9, full disks and damaged bytes at length, with the table of docs/faults.md; five to twenty minutes.
 faults: $(KERNELS)
 	$(BIN)/python tests/faults
 
