@@ -8,10 +8,11 @@ import pytest
 from sparing.cli import main
 from sparing.from_json import DEPTH, parse
 from sparing.measure.verdict import Comparison
+from sparing.store import verify_checksum
 
 from comparisons import example
 
-PLAIN = json.loads(example().to_json())
+PLAIN = verify_checksum(json.loads(example().to_json()))  # as if written by hand: the parts are looked at
 WRONG = (None, True, 10**400, "x", [], {})  # tests/fuzz tries many more
 
 
