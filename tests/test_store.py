@@ -9,8 +9,11 @@ import torch
 
 from sparing import store as stores
 from sparing.measure.cells import measured
+from sparing.measure.verdict import Comparison
 from sparing.store import Damaged, Store, StoreWarning, add_checksum, seal, unseal, verify_checksum, write_files
 from sparing.training import checkpoint
+
+from comparisons import example
 
 CELL = {"what": "square", "number": 12}
 RESULT = {"value": 144, "root": 3.4641016151377544, "pair": [1, 2], "nothing": float("nan")}
@@ -164,6 +167,20 @@ def test_a_checksum_is_of_what_json_holds():
     assert verify_checksum({"a": 1}) == {"a": 1}, "a file that somebody wrote by hand has none"
     with pytest.raises(Damaged, match="damaged or edited; restore it, or remove the entry 'sha256'"):
         verify_checksum({**again, "b": [1, 3]})
+
+
+def test_lost_bytes_cannot_take_the_checksum_with_a_part_of_the_content(tmp_path):
+    """All stretches of a comparison's last and first lines, which once held the checksum, and now do."""
+    text = example(maps=(), rows=(), machine={}).to_json()
+    wanted = Comparison.from_json(text)
+    for start in range(len(text)):
+        for end in range(start + 1, min(start + 160, len(text))):
+            if start < 4 or end > len(text) - 4 or text[start - 1] == '"' or text[end] == '"':
+                try:
+                    found = Comparison.from_json(text[:start] + text[end:])
+                except ValueError:
+                    continue
+                assert found == wanted, f"{text[start:end]!r} was lost"
 
 
 def test_each_byte_of_a_sealed_file_counts():

@@ -90,8 +90,12 @@ def _umask() -> int:
 
 
 def add_checksum(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a checksum of its entries."""
-    return {**held, CHECKSUM: _digest(held)}
+    """Return a JSON object with a checksum of its entries.
+
+    It stands first, before an entry that every reader needs, such as the format: bytes that are lost cannot take the
+    checksum and part of the content with them, and leave something that looks as if it were written by hand.
+    """
+    return {CHECKSUM: _digest(held), **held}
 
 
 def verify_checksum(held: Mapping[str, Any]) -> dict[str, Any]:
