@@ -12,10 +12,10 @@ from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
 _CALL = "Tensor? keep, Tensor? bias, float scale"
-schemas.define(f"attend(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)")
+schemas.define(f"attend(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor top, Tensor total)")
 schemas.define(
-    f"attend_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL})"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    f"attend_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor top, Tensor total,"
+    f" {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -29,12 +29,13 @@ def attend(
     """
     q, k, v = (adjacent(x) for x in (q, k, v))
     keep, bias = (None if x is None else x.contiguous() for x in (keep, bias))
-    return torch.ops.sparing.attend(q, k, v, keep, bias, scale)
+    out, lse, *_ = torch.ops.sparing.attend(q, k, v, keep, bias, scale)
+    return out, lse
 
 
 @torch.library.register_fake("sparing::attend", lib=schemas)
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), *(q.new_empty(q.shape[:3]) for _ in range(3))
 
 
 @torch.library.register_fake("sparing::attend_backward", lib=schemas)
@@ -42,15 +43,17 @@ def _(grad: Tensor, lse_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, keep, bias, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, keep, bias, *output)
+    out, _, *norm = output
+    ctx.mark_non_differentiable(*norm)
+    ctx.save_for_backward(q, k, v, keep, bias, out, *norm)
 
 
-def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, keep, bias, out, lse = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, keep, bias, out, top, total = ctx.saved_tensors
     grads = torch.ops.sparing.attend_backward(
-        adjacent(grad), lse_grad.contiguous(), q, k, v, out, lse, keep, bias, ctx.scale
+        adjacent(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, bias, ctx.scale
     )
     return (*grads, None, None, None)
 

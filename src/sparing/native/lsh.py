@@ -16,10 +16,12 @@ _RULES: tuple[Rule, ...] = ("bucket", "causal", "rank")  # in the order of the e
 
 _LIMITS = "Tensor in_q, Tensor in_k, Tensor? keep, Tensor? influence, int chunk, int rule, bool once, float scale"
 schemas.define("rotation_buckets(Tensor x, Tensor rotations, Tensor used) -> Tensor")
-schemas.define(f"lsh(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse, Tensor hits)")
 schemas.define(
-    f"lsh_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LIMITS})"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    f"lsh(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse, Tensor top, Tensor total, Tensor hits)"
+)
+schemas.define(
+    f"lsh_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor top, Tensor total,"
+    f" {_LIMITS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -54,7 +56,8 @@ def lsh(
     q, k, v = (adjacent(x) for x in (q, k, v))
     keep, influence = (None if x is None else x.contiguous() for x in (keep, influence))
     which = _RULES.index(rule)
-    return torch.ops.sparing.lsh(q, k, v, in_q, in_k, keep, influence, chunk, which, once, scale)
+    out, lse, *_, hits = torch.ops.sparing.lsh(q, k, v, in_q, in_k, keep, influence, chunk, which, once, scale)
+    return out, lse, hits
 
 
 @torch.library.register_fake("sparing::rotation_buckets", lib=schemas)
@@ -63,9 +66,9 @@ def _(x: Tensor, rotations: Tensor, used: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("sparing::lsh", lib=schemas)
-def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, ...]:
     hits = q.new_empty(q.shape[:3], dtype=torch.int64)
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3]), hits
+    return q.new_empty(*q.shape[:3], v.shape[3]), *(q.new_empty(q.shape[:3]) for _ in range(3)), hits
 
 
 @torch.library.register_fake("sparing::lsh_backward", lib=schemas)
@@ -73,17 +76,17 @@ def _(grad: Tensor, lse_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, in_q, in_k, keep, influence, *ctx.limits = inputs
-    out, lse, hits = output
-    ctx.mark_non_differentiable(hits)
-    ctx.save_for_backward(q, k, v, in_q, in_k, keep, influence, out, lse)
+    out, _, top, total, hits = output
+    ctx.mark_non_differentiable(top, total, hits)
+    ctx.save_for_backward(q, k, v, in_q, in_k, keep, influence, out, top, total)
 
 
-def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, in_q, in_k, keep, influence, out, lse = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, in_q, in_k, keep, influence, out, top, total = ctx.saved_tensors
     grads = torch.ops.sparing.lsh_backward(
-        adjacent(grad), lse_grad.contiguous(), q, k, v, out, lse, in_q, in_k, keep, influence, *ctx.limits
+        adjacent(grad), lse_grad.contiguous(), q, k, v, out, top, total, in_q, in_k, keep, influence, *ctx.limits
     )
     return (*grads, *[None] * 8)
 

@@ -12,10 +12,10 @@ from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
 _LIMITS = "Tensor? keep, Tensor? shared, int left, int right, bool causal, float scale"
-schemas.define(f"window(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse)")
+schemas.define(f"window(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse, Tensor top, Tensor total)")
 schemas.define(
-    f"window_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LIMITS})"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    f"window_backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor top, Tensor total,"
+    f" {_LIMITS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -37,12 +37,13 @@ def window(
     q, k, v = (adjacent(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
     shared = None if shared is None else shared.contiguous()
-    return torch.ops.sparing.window(q, k, v, keep, shared, left, right, causal, scale)
+    out, lse, *_ = torch.ops.sparing.window(q, k, v, keep, shared, left, right, causal, scale)
+    return out, lse
 
 
 @torch.library.register_fake("sparing::window", lib=schemas)
-def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), *(q.new_empty(q.shape[:3]) for _ in range(3))
 
 
 @torch.library.register_fake("sparing::window_backward", lib=schemas)
@@ -50,15 +51,17 @@ def _(grad: Tensor, lse_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, keep, shared, *ctx.limits = inputs
-    ctx.save_for_backward(q, k, v, keep, shared, *output)
+    out, _, *norm = output
+    ctx.mark_non_differentiable(*norm)
+    ctx.save_for_backward(q, k, v, keep, shared, out, *norm)
 
 
-def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, keep, shared, out, lse = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, keep, shared, out, top, total = ctx.saved_tensors
     grads = torch.ops.sparing.window_backward(
-        adjacent(grad), lse_grad.contiguous(), q, k, v, out, lse, keep, shared, *ctx.limits
+        adjacent(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, shared, *ctx.limits
     )
     return (*grads, *[None] * 6)
 

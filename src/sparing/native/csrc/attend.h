@@ -55,11 +55,10 @@ void attend_forward(const Attend<T>& call, int64_t begin, int64_t end, T* scratc
     const int64_t item = unit / call.heads, head = unit % call.heads;
     const int64_t count = call.queries - first < kRows ? call.queries - first : kRows;
     const T* queries[kRows];
-    T *out[kRows], *lse[kRows];
+    T* out[kRows];
     for (int64_t r = 0; r < count; ++r) {
       queries[r] = call.q.at(item, head, first + r);
       out[r] = call.out + (unit * call.queries + first + r) * call.width;
-      lse[r] = call.lse + unit * call.queries + first + r;
     }
     transpose<T>(queries, count, call.depth, call.scale, block.queries);
     block.use(count);
@@ -68,7 +67,8 @@ void attend_forward(const Attend<T>& call, int64_t begin, int64_t end, T* scratc
                  [&](const int64_t*, const T* const* keys, const T* const* values, int64_t found) {
                    absorb(block, keys, values, found, SeesAll{});
                  });
-    finish(block, count, out, lse);
+    const int64_t row = unit * call.queries + first;
+    finish(block, count, out, call.lse + row, call.norm.from(row));
   }
 }
 
@@ -94,7 +94,8 @@ void attend_backward(const Attend<T>& call, int64_t begin, int64_t end, T* scrat
       }
       transpose<T>(queries, count, call.depth, call.scale, block.queries);
       block.use(count);
-      start_backward(block, queries, grads, out, call.lse + unit * m + first, call.lse_grad + unit * m + first, count);
+      start_backward(block, queries, grads, out, call.norm.from(unit * m + first),
+                     call.lse_grad + unit * m + first, count);
       attend_visit(call, item, head,
                    [&](const int64_t* places, const T* const* keys, const T* const* values, int64_t found) {
                      T *to_key[kKeys], *to_value[kKeys];

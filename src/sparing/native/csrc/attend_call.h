@@ -1,6 +1,7 @@
 // Exact softmax attention of every query over all valid keys. Included by kernels.h.
 #pragma once
 
+#include "normaliser.h"
 #include "tokens.h"
 
 namespace sparing {
@@ -12,8 +13,9 @@ struct Attend {
   const T* bias;        // [items][keys], added to the scores; -inf hides a key; null: none
   int64_t items, heads, queries, keys, depth, width;
   T scale;
-  T* lse;  // [items][heads][queries], written by the forward pass, read by the backward pass
-  T* out;  // [items][heads][queries][width], the same
+  T* out;  // [items][heads][queries][width], written by the forward pass, read by the backward pass
+  Normaliser<T> norm;
+  T* lse;  // [items][heads][queries] log-sum-exp, forward only
   // backward
   Tokens<const T> grad;
   const T* lse_grad;            // [items][heads][queries]

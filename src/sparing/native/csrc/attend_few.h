@@ -113,11 +113,12 @@ void attend_few_forward(const Attend<T>& call, int64_t begin, int64_t end, T* sc
       long_product<T>({few.scores, few.columns, 1}, rows, few.count, in_panels(few.value_panels, few.count), few.wide,
                       few.sums, few.wide, few.rows * few.wide);
       for (int64_t r = 0; r < rows; ++r) {
-        T* out = call.out + (unit * call.queries + first + r) * call.width;
-        const T inverse = few.count ? T(1) / totals[r] : T(0);
+        const int64_t row = unit * call.queries + first + r;
+        T* out = call.out + row * call.width;
+        const T inverse = inverse_of(totals[r]);
         for (int64_t e = 0; e < call.width; ++e) out[e] = few.sums[r * few.wide + e] * inverse;
-        call.lse[unit * call.queries + first + r] =
-            few.count ? T(__builtin_log(double(totals[r])) + double(tops[r])) : kNever<T>;
+        call.lse[row] = log_sum_exp(tops[r], totals[r]);
+        call.norm.top[row] = tops[r], call.norm.total[row] = totals[r];
       }
     }
   }
@@ -144,10 +145,14 @@ void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* s
         pack_row<T>(queries + r * call.q.token_step, call.depth, r, rows, few.query_rows);
         pack_row<T>(grads + r * call.grad.token_step, call.width, r, rows, few.grad_rows);
         T *scores = few.scores + r * few.columns, *slopes = few.slopes + r * few.columns;
-        if (few.count) weigh(scores, few.bias, few.columns, call.lse[at + r]);
+        if (few.count) weigh(scores, few.bias, few.columns, call.norm.top[at + r]);
+        const T inverse = inverse_of(call.norm.total[at + r]);
         // What the weights' gradients are on average; where one key has all the weight, its slope is then zero.
-        const Vec<T> mean = long_sum<Vec<T>>(few.columns, lanes<T>,
-                                             [&](int64_t c) { return load<T>(scores + c) * load<T>(slopes + c); });
+        const Vec<T> mean = long_sum<Vec<T>>(few.columns, lanes<T>, [&](int64_t c) {
+          const Vec<T> weight = load<T>(scores + c) * inverse;
+          store<T>(scores + c, weight);
+          return weight * load<T>(slopes + c);
+        });
         const T delta = sum<T>(mean) - call.lse_grad[at + r];
         for (int64_t c = 0; c < few.columns; c += lanes<T>)
           store<T>(slopes + c, load<T>(scores + c) * (load<T>(slopes + c) - delta));

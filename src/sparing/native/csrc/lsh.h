@@ -243,8 +243,8 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   T top[kStrip<T>], total[kStrip<T>], factor[kStrip<T>];
   for (int64_t r = 0; r < kStrip<T>; ++r) {
     const bool begun = !fresh && r < strip.count;
-    top[r] = begun ? call.lse[unit * call.queries + strip.query[r]] : kNever<T>;
-    total[r] = begun ? call.total[unit * call.queries + strip.query[r]] : T(0);
+    top[r] = begun ? call.norm.top[unit * call.queries + strip.query[r]] : kNever<T>;
+    total[r] = begun ? call.norm.total[unit * call.queries + strip.query[r]] : T(0);
   }
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
     const Vec<T> before = load<T>(top + r);
@@ -277,7 +277,7 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   for (int64_t r = 0; r < strip.count; ++r) {
     const int64_t query = unit * call.queries + strip.query[r];
     copy_row<T>(strip.sums + r * wide, call.width, call.width, call.out + query * call.width);
-    call.lse[query] = top[r], call.total[query] = total[r];
+    call.norm.top[query] = top[r], call.norm.total[query] = total[r];
   }
 }
 
@@ -285,18 +285,18 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
 template <class T>
 void finish_query(const Lsh<T>& call, int64_t unit, int64_t i) {
   const int64_t item = unit / call.heads, head = unit % call.heads, query = unit * call.queries + i;
-  T* out = call.out + query * call.width;
-  if (call.total[query] > T(0)) {
-    const T inverse = T(1) / call.total[query];
+  T *out = call.out + query * call.width, *top = call.norm.top + query, *total = call.norm.total + query;
+  if (*total != T(0)) {
+    const T inverse = inverse_of(*total);
     for (int64_t e = 0; e < call.width; ++e) out[e] *= inverse;
-    call.lse[query] = T(__builtin_log(double(call.total[query])) + double(call.lse[query]));
   } else if (call.itself && (!call.keep || call.keep[item * call.keys + i])) {
     const T *q = call.q.at(item, head, i), *k = call.k.at(item, head, i), *v = call.v.at(item, head, i);
     T score = T(0);
     for (int64_t d = 0; d < call.depth; ++d) score += q[d] * k[d];
     for (int64_t e = 0; e < call.width; ++e) out[e] = v[e];
-    call.lse[query] = score * call.scale;
+    *top = score * call.scale, *total = T(1);
   }
+  call.lse[query] = log_sum_exp(*top, *total);
 }
 
 template <class T>
@@ -352,24 +352,25 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
   const int64_t keys = strip.high - strip.low, at = strip.low - window.low;
   const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
   const T* grads[kStrip<T>];
-  T shift[kStrip<T>], less[kStrip<T>];
+  T tops[kStrip<T>], inverses[kStrip<T>], less[kStrip<T>];
   for (int64_t r = 0; r < kStrip<T>; ++r) {
-    shift[r] = -kNever<T>, less[r] = T(0);  // weight zero everywhere
+    tops[r] = -kNever<T>, inverses[r] = less[r] = T(0);  // weight zero everywhere
     const bool there = r < strip.count;
     const int64_t i = there ? strip.query[r] : 0, query = unit * call.queries + i;
     grads[r] = call.grad.at(item, head, i);
     copy_row<T>(grads[r], there ? call.width : 0, wide, strip.grad_rows + r * wide);
     copy_row<T>(call.q.at(item, head, i), there ? call.depth : 0, deep, strip.query_rows + r * deep);
     copy_row<T>(call.grad_q + query * call.depth, there ? call.depth : 0, deep, strip.query_grads + r * deep);
-    if (there && call.lse[query] != kNever<T>) shift[r] = call.lse[query], less[r] = delta[i];
+    if (there && call.norm.total[query] != T(0))
+      tops[r] = call.norm.top[query], inverses[r] = inverse_of(call.norm.total[query]), less[r] = delta[i];
   }
   strip_columns<T>(grads, strip.count, call.width, T(1), strip.grads);
   strip_dots<T>(window.values + at * wide, wide, keys, call.width, strip.grads, strip.slopes);
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
-    const Vec<T> top = load<T>(shift + r), minus = load<T>(less + r);
+    const Vec<T> top = load<T>(tops + r), inverse = load<T>(inverses + r), minus = load<T>(less + r);
     for (int64_t c = 0; c < keys; ++c) {
       T *score = strip.scores + c * kStrip<T> + r, *slope = strip.slopes + c * kStrip<T> + r;
-      const Vec<T> weight = exponential(load<T>(score) - top);
+      const Vec<T> weight = exponential(load<T>(score) - top) * inverse;
       store<T>(score, weight);
       store<T>(slope, weight * (load<T>(slope) - minus) * call.scale);
     }
@@ -403,7 +404,7 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
     for (int64_t e = 0; e < call.width; ++e) delta[i] += out[e] * grad[e];
     bool shown = false;
     for (int64_t round = 0; round < call.rounds && !shown; ++round) shown = arcs[round].length[i] > 0;
-    if (shown || call.lse[unit * call.queries + i] == kNever<T>) continue;
+    if (shown || call.norm.total[unit * call.queries + i] == T(0)) continue;
     const T *q = call.q.at(item, head, i), *k = call.k.at(item, head, i);  // it saw its own key alone
     for (int64_t e = 0; e < call.width; ++e) grad_v[i * call.width + e] += grad[e];
     for (int64_t d = 0; d < call.depth; ++d) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "normaliser.h"
 #include "tokens.h"
 
 namespace sparing {
@@ -50,9 +51,9 @@ struct Lsh {
   bool wraps;            // arcs may start before the first place
   bool itself;           // a query that no round shows a key sees its own
   T scale;
-  T* out;    // [items][heads][queries][width], between rounds not yet divided by the total
-  T* lse;    // [items][heads][queries], between rounds the largest score
-  T* total;  // [items][heads][queries], forward only
+  T* out;  // [items][heads][queries][width], between rounds not yet divided by the total
+  Normaliser<T> norm;
+  T* lse;  // [items][heads][queries] log-sum-exp, forward only
   // backward
   Tokens<const T> grad;
   const T* lse_grad;            // [items][heads][queries]

@@ -189,31 +189,34 @@ void attend_by_block(const Described<T>& all, int64_t* hits) {
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor in_q, Tensor in_k, Optional keep,
-                                           Optional influence, int64_t chunk, int64_t rule, bool once, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor in_q, Tensor in_k,
+                                                           Optional keep, Optional influence, int64_t chunk,
+                                                           int64_t rule, bool once, double scale) {
   return with_type("q", q, [&]<class T>() {
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
     Lsh<T>& call = all.call;
     Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
     Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());
+    Tensor top = fresh({call.items, call.heads, call.queries}, type_of<T>());
     Tensor total = fresh({call.items, call.heads, call.queries}, type_of<T>());
     Tensor hits = fresh({call.items, call.heads, call.queries}, ScalarType::Long);
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
-    call.total = total.mutable_data_ptr<T>();
+    call.norm = {top.mutable_data_ptr<T>(), total.mutable_data_ptr<T>()};
     const int64_t units = call.items * call.heads, threads = torch::stable::get_num_threads();
     if (units % threads == 0 || units >= 4 * threads)  // busy to the end, or nearly
       attend_by_head(all, hits.mutable_data_ptr<int64_t>());
     else
       attend_by_block(all, hits.mutable_data_ptr<int64_t>());
-    return std::make_tuple(out, lse, hits);
+    return std::make_tuple(out, lse, top, total, hits);
   });
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out,
-                                            Tensor lse, Tensor in_q, Tensor in_k, Optional keep, Optional influence,
-                                            int64_t chunk, int64_t rule, bool once, double scale) {
+                                            Tensor top, Tensor total, Tensor in_q, Tensor in_k, Optional keep,
+                                            Optional influence, int64_t chunk, int64_t rule, bool once,
+                                            double scale) {
   return with_type("q", q, [&]<class T>() {
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
@@ -222,7 +225,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.grad = tokens<T>("grad", grad, b, h, n_q, call.width);
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n_q});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n_q, call.width}));  // only read
-    call.lse = const_cast<T*>(packed<T>("lse", lse, {b, h, n_q}));  // only read
+    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n_q})),  // only read
+                 const_cast<T*>(packed<T>("total", total, {b, h, n_q}))};
     Tensor grad_q = fresh({b, h, n_q, call.depth}, type_of<T>());
     Tensor grad_k = fresh({b, h, n_k, call.depth}, type_of<T>());
     Tensor grad_v = fresh({b, h, n_k, call.width}, type_of<T>());

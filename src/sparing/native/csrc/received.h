@@ -31,8 +31,7 @@ void received_block(const Received<T>& call, int64_t item, int64_t head, int64_t
       if (r + i >= count) continue;
       const int64_t query = first + r + i;
       const bool sees = found > 0;
-      call.lse[(item * call.heads + head) * call.queries + query] =
-          sees ? T(__builtin_log(double(total[i])) + double(top[i])) : kNever<T>;
+      call.lse[(item * call.heads + head) * call.queries + query] = log_sum_exp<T>(top[i], total[i]);
       if (sees && (!call.counted || call.counted[item * call.queries + query])) share[r + i] = T(1) / total[i];
     }
   }

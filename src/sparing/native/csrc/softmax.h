@@ -8,7 +8,8 @@ struct Block {
   T* sums;               // [width][kRows], then their rests
   T* scores;             // [kKeys][kRows]
   T* top;                // [kRows] largest score so far
-  T* total;              // [kRows] sum of exp(score - top), then their rests
+  T* total;              // [kRows] sum of exp(score - top), then their rests; backward: what weights are multiplied by
+  T* delta;              // [kRows] what slopes are reduced by, backward only
   T* slopes;             // [kKeys][kRows], backward only
   T* grads;              // [width][kRows] gradient of the output, backward only
   T* query_grads;        // [depth][kRows], then their rests, backward only
@@ -40,6 +41,7 @@ int64_t lay_out(Block<T>* block, T* memory, bool backward) {
   if (!backward) {
     take(&block->sums, 2 * block->width * kRows);
   } else {
+    take(&block->delta, kRows);
     take(&block->slopes, kKeys * kRows);
     take(&block->grads, block->width * kRows);
     take(&block->query_grads, 2 * block->depth * kRows);
@@ -134,22 +136,33 @@ void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64
   }
 }
 
-// Writes the outputs of the first `count` lanes, and their log-sum-exp; a lane that saw nothing gives zeros and -inf.
+// What weights are multiplied by that add up to `total`; zero where nothing is seen.
 template <class T>
-void finish(Block<T>& block, int64_t count, T* const* out, T* const* lse) {
+SPARING_INLINE T inverse_of(T total) {
+  return total == T(0) ? T(0) : T(1) / total;
+}
+
+// -inf where nothing is seen.
+template <class T>
+SPARING_INLINE T log_sum_exp(T top, T total) {
+  return total == T(0) ? kNever<T> : T(__builtin_log(double(total)) + double(top));
+}
+
+// Writes the outputs of the first `count` lanes, their log-sum-exp and what normalised them; a lane that saw nothing
+// gives zeros and -inf.
+template <class T>
+void finish(Block<T>& block, int64_t count, T* const* out, T* lse, const Normaliser<T>& norm) {
   for (int64_t r = 0; r < count; ++r) {
-    const T total = block.total[r];
-    const T inverse = total > T(0) ? T(1) / total : T(0);
+    const T top = block.top[r], total = block.total[r], inverse = inverse_of(total);
     for (int64_t e = 0; e < block.width; ++e) out[r][e] = block.sums[e * kRows + r] * inverse;
-    *lse[r] = total > T(0) ? T(__builtin_log(double(total)) + double(block.top[r])) : kNever<T>;
+    lse[r] = log_sum_exp(top, total), norm.top[r] = top, norm.total[r] = total;
   }
 }
 
-// Prepares a backward pass: lanes beyond `count` get weight zero everywhere. `total` holds what a score is reduced by
-// before the exponential, `top` what the slope is reduced by.
+// Prepares a backward pass: lanes beyond `count` get weight zero everywhere.
 template <class T>
 void start_backward(
-    Block<T>& block, const T* const* queries, const T* const* grads, const T* const* out, const T* lse,
+    Block<T>& block, const T* const* queries, const T* const* grads, const T* const* out, const Normaliser<T>& norm,
     const T* lse_grads, int64_t count) {
   const auto rows = [&](const T* const* from, int64_t width, T* to) {
     const int64_t stride = padded<T>(width);
@@ -168,12 +181,13 @@ void start_backward(
     const int64_t some = count - strip < kStrip<T> ? count - strip : kStrip<T>;
     dots_strip<T>(out + strip, some, block.width, block.grads + strip, block.slopes);
     for (int64_t r = strip; r < strip + some; ++r)
-      block.top[r] = block.slopes[(r - strip) * kRows + (r - strip)] - lse_grads[r];
+      block.delta[r] = block.slopes[(r - strip) * kRows + (r - strip)] - lse_grads[r];
   }
   for (int64_t r = 0; r < kRows; ++r) {
-    const bool sees = r < count && lse[r] != kNever<T>;
-    block.total[r] = sees ? lse[r] : -kNever<T>;
-    if (!sees) block.top[r] = T(0);
+    const bool sees = r < count && norm.total[r] != T(0);
+    block.top[r] = sees ? norm.top[r] : -kNever<T>;
+    block.total[r] = sees ? inverse_of(norm.total[r]) : T(0);
+    if (!sees) block.delta[r] = T(0);
   }
 }
 
@@ -187,11 +201,11 @@ void absorb_backward(Block<T>& block, const T* const* keys, const T* const* valu
     masked_scores(block, keys, {0, count}, strip, mask);
     dots_strip<T>(values, count, block.width, block.grads + strip, block.slopes + strip);
     for (int r = strip; r < strip + kStrip<T>; r += lanes<T>) {
-      const Vec<T> shift = load<T>(block.total + r), delta = load<T>(block.top + r);
+      const Vec<T> top = load<T>(block.top + r), inverse = load<T>(block.total + r), delta = load<T>(block.delta + r);
       for (int64_t c = 0; c < count; ++c) {
         T* score = block.scores + c * kRows + r;
         T* slope = block.slopes + c * kRows + r;
-        const Vec<T> weight = exponential(load<T>(score) - shift);
+        const Vec<T> weight = exponential(load<T>(score) - top) * inverse;
         store<T>(score, weight);
         store<T>(slope, weight * (load<T>(slope) - delta));
       }

@@ -88,12 +88,12 @@ struct Candidates {
       store<T>(scores + c, weights);
       return weights;
     }));
-    const T inverse = total > T(0) ? T(1) / total : T(0);
+    const T inverse = inverse_of(total);
     for (int64_t c = 0; c < count; ++c) scores[c] *= inverse;
     clear(sums, 2 * width);
     add_rows<T>(scores, keys, count, values, stride, width, sums, width);
     for (int64_t e = 0; e < width; ++e) out[e] = sums[e];
-    *lse = total > T(0) ? T(__builtin_log(double(total)) + double(top)) : kNever<T>;
+    *lse = log_sum_exp(top, total);
   }
 };
 
@@ -191,11 +191,8 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
       lists[r].finish(values, call.v.token_step, call.width, sums, call.out + (row + r) * call.width,
                       call.lse + row + r);
     }
-    if (call.all_lse) {
-      T *none[kRows] = {}, *lse[kRows];
-      for (int64_t r = 0; r < count; ++r) lse[r] = call.all_lse + row + r;
-      finish(block, count, none, lse);
-    }
+    for (int64_t r = 0; call.all_lse && r < count; ++r)
+      call.all_lse[row + r] = log_sum_exp(block.top[r], block.total[r]);
   }
 }
 

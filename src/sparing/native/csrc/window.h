@@ -120,11 +120,10 @@ void window_forward(const Window<T>& call, int64_t begin, int64_t end, T* scratc
     const int64_t item = unit / call.heads, head = unit % call.heads;
     const int64_t count = call.tokens - first < kRows ? call.tokens - first : kRows;
     const T* queries[kRows];
-    T *out[kRows], *lse[kRows];
+    T* out[kRows];
     for (int64_t r = 0; r < count; ++r) {
       queries[r] = call.q.at(item, head, first + r);
       out[r] = call.out + (unit * call.tokens + first + r) * call.width;
-      lse[r] = call.lse + unit * call.tokens + first + r;
     }
     transpose<T>(queries, count, call.depth, call.scale, block.queries);
     start(block);
@@ -132,7 +131,8 @@ void window_forward(const Window<T>& call, int64_t begin, int64_t end, T* scratc
                  [&](const T* const* keys, const T* const* values, const Int<T>*, int64_t found, const auto& mask) {
                    absorb(block, keys, values, found, mask);
                  });
-    finish(block, count, out, lse);
+    const int64_t row = unit * call.tokens + first;
+    finish(block, count, out, call.lse + row, call.norm.from(row));
   }
 }
 
@@ -156,8 +156,8 @@ void window_backward(const Window<T>& call, int64_t begin, int64_t end, T* scrat
         out[r] = call.out + (unit * n + first + r) * call.width;
       }
       transpose<T>(queries, count, call.depth, call.scale, block.queries);
-      start_backward(block, queries, grads, out, call.lse + unit * n + first, call.lse_grad + unit * n + first,
-                     count);
+      start_backward(block, queries, grads, out, call.norm.from(unit * n + first),
+                     call.lse_grad + unit * n + first, count);
       window_visit(call, item, head, first, count, marks,
                    [&](const T* const* keys, const T* const* values, const Int<T>* place, int64_t found,
                        const auto& mask) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "normaliser.h"
 #include "tokens.h"
 
 namespace sparing {
@@ -14,8 +15,9 @@ struct Window {
   int64_t left, right;  // keys on each side of the query
   bool causal;          // shared keys are seen from their own position on
   T scale;
-  T* lse;  // [items][heads][tokens], written by the forward pass, read by the backward pass
-  T* out;  // [items][heads][tokens][width], the same
+  T* out;  // [items][heads][tokens][width], written by the forward pass, read by the backward pass
+  Normaliser<T> norm;
+  T* lse;  // [items][heads][tokens] log-sum-exp, forward only
   // backward
   Tokens<const T> grad;
   const T* lse_grad;            // [items][heads][tokens]

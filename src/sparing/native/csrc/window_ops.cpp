@@ -33,31 +33,35 @@ Window<T> describe(const Tensor& q, const Tensor& k, const Tensor& v, const Opti
   return call;
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, Optional shared, int64_t left,
-                                   int64_t right, bool causal, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, Optional shared,
+                                                   int64_t left, int64_t right, bool causal, double scale) {
   return with_type("q", q, [&]<class T>() {
     Window<T> call = describe<T>(q, k, v, keep, shared, left, right, causal, scale);
     Tensor out = fresh({call.items, call.heads, call.tokens, call.width}, type_of<T>());
     Tensor lse = fresh({call.items, call.heads, call.tokens}, type_of<T>());
+    Tensor top = fresh({call.items, call.heads, call.tokens}, type_of<T>());
+    Tensor total = fresh({call.items, call.heads, call.tokens}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     call.lse = lse.mutable_data_ptr<T>();
+    call.norm = {top.mutable_data_ptr<T>(), total.mutable_data_ptr<T>()};
     const WindowKernels<T>& use = kernels().of<T>().window;
     in_parallel<T>(use.tasks(call), 1, use.scratch(call, false),
                    [&](int64_t begin, int64_t end, T* scratch) { use.forward(call, begin, end, scratch); });
-    return std::make_tuple(out, lse);
+    return std::make_tuple(out, lse, top, total);
   });
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out,
-                                            Tensor lse, Optional keep, Optional shared, int64_t left, int64_t right,
-                                            bool causal, double scale) {
+                                            Tensor top, Tensor total, Optional keep, Optional shared, int64_t left,
+                                            int64_t right, bool causal, double scale) {
   return with_type("q", q, [&]<class T>() {
     Window<T> call = describe<T>(q, k, v, keep, shared, left, right, causal, scale);
     const int64_t b = call.items, h = call.heads, n = call.tokens;
     call.grad = tokens<T>("grad", grad, b, h, n, call.width);
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n, call.width}));  // only read
-    call.lse = const_cast<T*>(packed<T>("lse", lse, {b, h, n}));  // only read
+    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n})),  // only read
+                 const_cast<T*>(packed<T>("total", total, {b, h, n}))};
     Tensor grad_q = fresh({b, h, n, call.depth}, type_of<T>());
     Tensor grad_k = fresh({b, h, n, call.depth}, type_of<T>());
     Tensor grad_v = fresh({b, h, n, call.width}, type_of<T>());
