@@ -61,7 +61,7 @@ IN_SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pri
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=abort_on_error=1 \
 	SPARING_NATIVE_LIBRARY="$$(ls $(CURDIR)/build/sanitize/sparing/native/_kernels*.so)"
 
-$(SANITIZED): $(READY) $(CSRC) setup.py
+$(SANITIZED): $(READY) $(CSRC) setup.py src/sparing/version.py
 	SPARING_REQUIRE_KERNELS=1 SPARING_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext \
 		--build-lib build/sanitize --build-temp build/sanitize/temp
 	touch $@
