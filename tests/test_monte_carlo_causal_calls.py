@@ -85,15 +85,14 @@ def test_a_prefix_gives_the_first_rows_of_the_whole(setting):
 @pytest.mark.parametrize("setting", ALL)
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
 def test_values_that_overflow_stay_out_of_earlier_rows(setting, impl, alpha, monkeypatch):
-    q, k, value = problem(n=20)
-    q, k, value = q.float(), k.float(), value.map(torch.Tensor.float)
+    q, k, value = problem(n=20)  # in float64: float32 values that could overflow are computed in float64
 
     def early(x):
         method, moved = spec(alpha, setting), value._replace(x=x)
         return sparing.attention(q, k, moved, is_causal=True, method=method, seed=0, impl=impl)[:, :, :12]
 
     huge = value.x.clone()
-    huge[:, 12:] = 3e38
+    huge[:, 12:] = 1e308
     assert torch.equal(early(huge), early(value.x))
     if alpha or impl == "reference":
         for module in (levels, monte_carlo):  # control

@@ -99,7 +99,16 @@ def main() -> None:
         inputs.mkdir(parents=True, exist_ok=True)
         seeds(options.target, inputs, parsers)
         atheris.Setup(
-            [sys.argv[0], str(inputs), "-max_len=20000", "-len_control=0", "-rss_limit_mb=8000", "-timeout=60"], one
+            [
+                sys.argv[0],
+                str(inputs),
+                "-max_len=20000",
+                "-len_control=0",
+                "-rss_limit_mb=8000",
+                "-timeout=60",
+                f"-artifact_prefix={inputs}/",
+            ],
+            one,
         )
         atheris.Fuzz()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -110,6 +111,9 @@ class Training:
             AcceleratorState._reset_state()  # of an earlier run in this process
         # Said outright: without a GPU, processes that a launcher started would else not find each other.
         self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
+        if self.accelerator.num_processes > 1:
+            atexit.unregister(_leave_group)
+            atexit.register(_leave_group)
         if (config.batch // config.accumulate) % self.accelerator.num_processes:
             raise ValueError(
                 f"batch={config.batch} in accumulate={config.accumulate} parts does not divide among "
@@ -334,6 +338,12 @@ def need_accelerate() -> None:
         raise ModuleNotFoundError(
             "accelerate is missing; run: pip install 'sparing[train]'", name="accelerate"
         ) from None
+
+
+def _leave_group() -> None:
+    """Stop the threads that talk to other processes: one that still runs when its process ends aborts it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _ends(scores: Tensor, targets: Tensor) -> list[End]:
