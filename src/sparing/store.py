@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -47,7 +48,7 @@ def write_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -
         for path, content in contents.items():
             target = path.resolve()
             if durable:
-                _remove_stale(target.parent, f".{target.name}.")
+                _remove_stale(target.parent, re.escape(target.name))
             handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
             written.append((name, target))
             with os.fdopen(handle, "wb") as file:
@@ -68,11 +69,15 @@ def write_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -
         raise
 
 
-def _remove_stale(folder: Path, prefix: str) -> None:
-    """Remove temporary files of processes that were killed; one that was changed lately may be in use."""
+def _remove_stale(folder: Path, names: str) -> None:
+    """Remove temporary files of processes that were killed; one that was changed lately may be in use.
+
+    names: a pattern of the files that they were for. Nothing else in a folder is ours to remove.
+    """
+    pattern = re.compile(rf"\.{names}\.\w+\.part")
     with suppress(OSError):
         for entry in os.scandir(folder):
-            if entry.name.startswith(prefix) and entry.name.endswith(".part"):
+            if pattern.fullmatch(entry.name):
                 with suppress(OSError):
                     if time.time() - entry.stat().st_mtime > _STALE:
                         os.unlink(entry.path)
@@ -164,7 +169,7 @@ class Store:
             self._tell("keep", f"results are not kept: {why.removeprefix('cache: ')}; name a folder with --cache")
             self.folder = self.folder if self.folder.is_dir() else None
         else:
-            _remove_stale(self.folder, ".")
+            _remove_stale(self.folder, r"[0-9a-f]{32}\.json")
 
     def get(self, cell: Cell) -> Any:
         """Return what was measured, or None: nothing was, or the file is not what was written."""
