@@ -62,6 +62,17 @@ def test_shared_heads_in_any_number_of_dimensions(q, k, mask):
     torch.testing.assert_close(sparing.attention(q, k, v, mask, enable_gqa=True), wanted)
 
 
+def test_keys_and_values_may_have_other_numbers_of_shared_heads():
+    q, k, v, _ = tensors((2, 6), (2, 2), (2, 3), None)
+    wanted = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(sparing.attention(q, k, v, enable_gqa=True), wanted)
+
+
+def test_inspect_of_two_dimensions_restores_what_is_known_by_head():
+    x = torch.randn(5, 4)
+    assert sparing.inspect(x, x, x, method="skyformer", seed=0).statistics["bound"].shape == ()
+
+
 @pytest.mark.parametrize("method", ["nystrom(landmarks=3)", "yoso(hashes=8)", "window(size=4)"])
 def test_three_dimensions_are_the_items_of_one_head(method):
     gen = torch.Generator().manual_seed(0)

@@ -48,6 +48,9 @@ def test_full_budgets_equal_dense_softmax_over_the_whole_range(method, impl, cau
         (1, 1, 1, 0.0),
         (1, 1, 1, -0.5),
         (1, 1, 1, -1e-30),
+        (1, 1, 1, 1e-46),  # zero in float32
+        (1, 1, 1, -5e-324),
+        (1e30, 1e30, 1, 1e-320),
     ):
         x = (q * by_q, k * by_k, v * by_v)
         found = sparing.attention(*x, method=method, is_causal=causal, scale=scale, impl=impl)
@@ -169,10 +172,39 @@ def test_nan_in_a_mask_spoils_the_rows_that_see_it(method, impl):
         torch.testing.assert_close(out[:, :, 4:], clean[:, :, 4:])
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_a_scale_that_is_not_finite_is_refused(scale):
-    with pytest.raises(ValueError, match=f"scale={scale!r} must be finite"):
+@pytest.mark.parametrize(
+    ("scale", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (10**400, "an integer beyond")]
+)
+def test_a_scale_that_is_not_finite_is_refused(scale, shown):
+    with pytest.raises(ValueError, match=f"scale={shown}.* must be finite"):
         sparing.attention(*qkv(), scale=scale)
+
+
+def test_gradients_at_large_logits_are_finite_and_right():
+    """torch's fused backward pass gives inf here: it takes weights from a rounded log-sum-exp."""
+    q, k, v = qkv(n=16)
+    found, wanted = [], []
+    for dtype, grads in ((torch.float32, found), (torch.float64, wanted)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k * 1e9, v)]
+        grads += torch.autograd.grad(sparing.attention(*leaves).square().sum(), leaves)
+    assert all(bool(g.isfinite().all()) for g in found)
+    assert relative(found[2], wanted[2]) < 1e-5
+
+
+def test_float64_masks_beyond_float32_hide_and_spoil_nothing():
+    q, k, v = qkv()
+    mask = torch.zeros(33, 33, dtype=torch.float64)
+    mask[0], mask[1], mask[2, 5] = -1e300, 1e39, -1e300
+    assert relative(sparing.attention(q, k, v, mask), dense(q, k, v, mask=mask)) < 1e-5
+
+
+def test_multipole_takes_scales_whose_square_overflows():
+    q, k, v = (x * 1e-150 for x in qkv(dtype=torch.float64))
+    for impl in IMPLS:
+        out = sparing.attention(
+            q, k, v, method="multipole(keys=4, clusters=4, window=2)", scale=1e300, impl=impl, seed=0
+        )
+        assert out.isfinite().all()
 
 
 def test_distances_refuse_a_negative_scale():

@@ -26,7 +26,13 @@ from sparing.quarantine import LARGEST_SCALE, Wide, quarantine
 Impl = Literal["auto", "reference", "native"]
 P = ParamSpec("P")
 #: What torch says where a processor has no memory left, or the bytes of a tensor do not fit 64 bits.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "size calculation overflowed", "std::bad_alloc")
+_NO_MEMORY = (
+    "aoti_torch_empty_strided",
+    "can't allocate memory",
+    "not enough memory",
+    "size calculation overflowed",
+    "std::bad_alloc",
+)
 
 
 class Inspection(NamedTuple):
@@ -183,7 +189,7 @@ def _run(
     with torch.autocast(query.device.type, enabled=False):
         groups = inputs.groups
         v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
-        q, k, v = _convert(query, key, v, _working_type(query.dtype, inputs.scale))
+        q, k, v = _convert(query, key, v, _working_type(query.dtype, inputs.scale, inputs.mask))
         kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
         random = chosen.supports.stochastic or inputs.dropout_p > 0
         mask = inputs.mask
@@ -228,9 +234,12 @@ def _run(
         return out.to(query.dtype)
 
 
-def _working_type(dtype: torch.dtype, scale: float) -> torch.dtype:
-    """Methods compute in float32, or in float64 where that is asked for or a large scale needs its range."""
-    return torch.float64 if dtype == torch.float64 or abs(scale) > LARGEST_SCALE else torch.float32
+def _working_type(dtype: torch.dtype, scale: float, mask: Tensor | None) -> torch.dtype:
+    """Return float32, or float64 where that is asked for or the scale or the additive mask needs its range."""
+    if dtype == torch.float64 or abs(scale) > LARGEST_SCALE:
+        return torch.float64
+    wide = mask is not None and mask.dtype == torch.float64 and bool((mask.isfinite() & mask.float().isinf()).any())
+    return torch.float64 if wide else torch.float32
 
 
 def _convert(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -174,8 +175,8 @@ def _check_scalars(
         raise ValueError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale={scale!r} must be a number or None")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} must be finite")
+    if scale is not None and not abs(scale) <= sys.float_info.max:
+        raise ValueError(f"scale={scale if isinstance(scale, float) else 'an integer beyond 1e308'} must be finite")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed={seed!r} must be an integer or None")
     if impl not in ("auto", "reference", "native"):
@@ -192,12 +193,14 @@ def _check_mask(mask: Tensor | None, batch: int, heads: int, n_q: int, n_k: int,
         return None
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    if mask.is_nested:
+        raise TypeError("attn_mask is a nested tensor; use attn_mask.to_padded_tensor(...)")
     if mask.dtype not in (torch.bool, *_FLOATS):
         raise TypeError(
             f"attn_mask has dtype {mask.dtype}; use boolean (True = attend), or additive float32, float64, bfloat16 or "
             "float16"
         )
-    if mask.is_nested or mask.layout != torch.strided:
+    if mask.layout != torch.strided:
         raise TypeError(f"attn_mask has layout {mask.layout}; use a dense tensor, such as attn_mask.to_dense()")
     if mask.device != device:
         raise ValueError(f"attn_mask is on {mask.device} but query is on {device}; move one of them")
@@ -256,7 +259,7 @@ def _check_tables(method: Method, inputs: Inputs) -> None:
 
 @lru_cache(maxsize=256)
 def _table_bytes(method: Method, batch: int, heads: int, head_dim: int, value_dim: int) -> float:
-    """What a call takes by its settings alone: on a single token."""
+    """Return the memory that a call on a single token takes: that of the settings alone."""
     return method.cost(
         Shape(batch=batch, heads=heads, queries=1, keys=1, head_dim=head_dim, value_dim=value_dim, in_features=1)
     ).bytes
@@ -264,7 +267,7 @@ def _table_bytes(method: Method, batch: int, heads: int, head_dim: int, value_di
 
 @cache
 def _memory() -> float:
-    """Of this machine; without a limit where it does not tell."""
+    """Return the memory of this machine, or infinity if it cannot be read."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -31,7 +31,7 @@ def parse(text: str) -> Any:
         held = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.strip() else f"column {error.colno}"
-        raise ValueError(f"{error.msg} at {where}") from None
+        raise ValueError(f"{error.msg.removesuffix(' at')} at {where}") from None
     except ValueError:  # of int(): Python limits the digits, since reading them takes quadratic time
         raise ValueError("it holds an integer of thousands of digits") from None
     except RecursionError:

@@ -57,6 +57,8 @@ class Index:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"seed={seed!r} must be an integer or None")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+            raise TypeError(f"scale={scale!r} must be a number or None")
         if scale is not None and not abs(scale) <= LARGEST_SCALE:
             raise ValueError(f"scale={scale!r} must be finite, and of a size of at most {LARGEST_SCALE:g}")
         self.scale = scale
@@ -267,7 +269,7 @@ class Index:
     def _clean(
         self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `sparing.attention` quarantines non-finite entries; the entries of the rows that they spoil.
+        """Take out non-finite entries as `sparing.attention` does; return the entries of the rows that they spoil, too.
 
         Only what is new is looked at; once a key or value was not finite, each call reads all of them. Entries so large
         that products could overflow are refused: what the index keeps has no room for them.

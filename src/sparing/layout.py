@@ -20,8 +20,8 @@ class Layout(NamedTuple):
     leading: torch.Size | None  #: of the result, before its length and width; None where nothing was changed
 
     def restore(self, result: Tensor) -> Tensor:
-        """A result that begins with [batch, heads] in the shape that the caller's tensors have."""
-        return result if self.leading is None else result.reshape(*self.leading, *result.shape[2:])
+        """Return a result that begins with [batch, heads] in the shape of the caller's tensors."""
+        return result if self.leading is None else result.reshape((*self.leading, *result.shape[2:]))
 
 
 def four_dimensional(
@@ -37,6 +37,11 @@ def four_dimensional(
     if len(tensors) < 3 or any(t.is_nested or t.ndim < 2 for t in tensors):
         return unchanged
     q, k, v = tensors
+    if enable_gqa and q.ndim > 2 and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
+        if any(not t.shape[-3] or q.shape[-3] % t.shape[-3] for t in (k, v)):
+            return unchanged
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3) for t in (k, v))
+        tensors, unchanged = [q, k, v], Layout(q, k, v, attn_mask, None)
     fixed = 1 if enable_gqa else 2  # leading dimensions that must agree as they are
     if q.ndim == k.ndim == v.ndim == 4 and q.shape[:fixed] == k.shape[:fixed] == v.shape[:fixed]:
         return unchanged
@@ -66,7 +71,7 @@ def _four(t: Tensor, enable_gqa: bool) -> Tensor:
 
 
 def _flat_mask(mask: Tensor, leading: torch.Size, enable_gqa: bool) -> Tensor:
-    """The mask of tensors with these leading dimensions, with four; unchanged if it does not fit them."""
+    """Return the mask of tensors with these leading dimensions, with four; unchanged if it does not fit them."""
     sizes = _padded(mask.shape[:-2], len(leading))
     if len(sizes) > len(leading) or any(have not in (1, want) for have, want in zip(sizes, leading, strict=True)):
         return mask

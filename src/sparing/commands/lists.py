@@ -8,6 +8,7 @@ from typing import Any
 
 from sparing.commands.files import reads, writes
 from sparing.commands.shared import console_of, shown_and_written
+from sparing.report.printable import one_line
 
 
 def add(commands: Any) -> None:
@@ -39,7 +40,7 @@ def _show(options: argparse.Namespace) -> int:
     recipe = Recipe.load(options.recipe)
     console.print(recipe_table(recipe))
     for name, value in recipe.about.items():
-        console.print(f"{name}: {value}")
+        console.print(one_line(f"{name}: {value}"))
     return 0
 
 

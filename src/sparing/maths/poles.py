@@ -196,7 +196,7 @@ def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
         covariance = level.known.covariance.to(k.dtype)
         turned = torch.zeros_like(away)
         turned[:, :, :used] = (away[:, :, :used].unflatten(2, (-1, level.size)) @ covariance).flatten(2, 3)
-        spread = scale**2 * sums((turned * away).sum(-1, keepdim=True)) / part
+        spread = scale * scale * sums((turned * away).sum(-1, keepdim=True)) / part
         scatter = sums((v - _of_members(values, slot)).square().sum(-1, keepdim=True)) / part
     spread = spread.squeeze(-1).nan_to_num(nan=0.0)  # huge keys overflow, and their logits are saturated
     spread = spread.masked_fill(spread < NOTHING, 0.0)

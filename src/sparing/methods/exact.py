@@ -67,22 +67,24 @@ class Exact(Method):
 def _needs_plain_gradient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Return whether logits may be so large that the backward pass of torch's fused kernel fails.
 
-    It forms weights as exp(logit - lse) from a rounded log-sum-exp: at logits of 1e9 they overflow in float32.
+    It forms weights as exp(logit - lse) from a rounded log-sum-exp: in float32 they are off by 6 % at logits of 1e6,
+    and overflow at 1e9. The plain softmax holds all weights in memory, so it is left to calls that need it.
     """
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
         return False
     longest = [float(torch.linalg.vector_norm(x.detach(), dim=-1).amax()) for x in (q, k)]
-    return longest[0] * longest[1] * abs(scale) * torch.finfo(q.dtype).eps > 2**-10
+    return longest[0] * longest[1] * abs(scale) * torch.finfo(q.dtype).eps > 2**-4
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """(q, scale) of the same logits with a scale above zero.
 
-    torch hides later keys before it scales, and -inf becomes +inf at a negative scale and NaN at zero.
+    torch hides later keys before it scales, and -inf becomes +inf at a negative scale and NaN at zero. So it does at a
+    scale that the type of q rounds to zero, whose logits are zero, too.
     """
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
+    if abs(scale) < torch.finfo(q.dtype).tiny:
+        return q * 0.0, 1.0
+    return (q, scale) if scale > 0 else (-q, -scale)
 
 
 def _drawn(weights: Tensor, call: Call) -> Tensor:
