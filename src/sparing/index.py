@@ -286,7 +286,8 @@ class Index:
             draws=self._draws(query, key), groups=query.shape[1] // key.shape[1],
         )  # fmt: skip
         whole = quarantine(pad(q, (0, 0, key.shape[2] - n, 0)), k, v, self.method, call)
-        if whole.wide is not None:
+        assert isinstance(whole.v, Tensor)
+        if whole.wide is not None or (q.dtype == torch.float64 and float(whole.v.abs().max()) > limit_of(q.dtype)):
             raise Unsupported(
                 f"query, key and value: decoding with {self.method.name} takes entries of up to "
                 f"{limit_of(q.dtype):.2g}, and there are larger ones; use exact attention for this sequence"
@@ -295,7 +296,6 @@ class Index:
         spoiled = None if whole.spoiled is None else whole.spoiled.expand(-1, -1, key.shape[2], -1)[:, :, -n:]
         if spoiled is not None and keep is not None:
             spoiled = spoiled & keep[:, None, -n:, None]
-        assert isinstance(whole.v, Tensor)
         return whole.q[:, :, -n:], whole.k, whole.v, spoiled
 
     def _seen(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
