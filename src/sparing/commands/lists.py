@@ -8,7 +8,6 @@ from typing import Any
 
 from sparing.commands.files import reads, writes
 from sparing.commands.shared import console_of, shown_and_written
-from sparing.report.printable import one_line
 
 
 def add(commands: Any) -> None:
@@ -40,7 +39,7 @@ def _show(options: argparse.Namespace) -> int:
     recipe = Recipe.load(options.recipe)
     console.print(recipe_table(recipe))
     for name, value in recipe.about.items():
-        console.print(one_line(f"{name}: {value}"))
+        console.print(f"{name}: {value}".replace("\n", " "))  # a line of its own could pass for ours
     return 0
 
 
