@@ -1,6 +1,7 @@
 """Entries, masks and scales at the edges of their range, against dense attention in float64 and torch's own."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -83,6 +84,47 @@ def test_polynomial_weights_do_not_underflow(size, degree, n, impl):
     wanted = weights / weights.sum(-1, keepdim=True) @ v.double()
     found = sparing.attention(q, k, v, method=f"kernel(kind=poly, degree={degree})", impl=impl)
     assert relative(found, wanted) < 1e-4  # float32 queries of 1e-30 keep about as many digits
+
+
+def gaussian_by_fractions(q, k, v, scale):
+    """Gaussian attention by row of (n, d) rows: exponents as fractions, which round nothing."""
+    out = []
+    for a in q.tolist():
+        logs = [-Fraction(scale) / 2 * sum((Fraction(x) - Fraction(y)) ** 2 for x, y in zip(a, b)) for b in k.tolist()]
+        weights = torch.tensor([math.exp(log - max(logs)) for log in logs], dtype=torch.float64)
+        out.append(weights / weights.sum() @ v.double())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e3, 1e14])
+def test_gaussian_weights_keep_small_keys_beside_large_queries(size, dtype, impl):
+    q, k, v = (x[0, 0] for x in qkv(n=7, dtype=dtype))
+    q, k = q * size, k / size
+    wanted = gaussian_by_fractions(q, k, v, 0.25)
+    found = sparing.attention(q[None, None], k[None, None], v[None, None], method="kernel(kind=gaussian)", scale=0.25,
+                              impl=impl)[0, 0]  # fmt: skip
+    assert relative(found, wanted) < (1e-5 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1e4, 1e30])
+def test_one_enormous_query_does_not_decide_the_summaries_of_multipole(size, causal):
+    q, k, v = qkv(n=300)
+    q, k = q * 2, k * 2
+    large = q.clone()
+    large[0, 0, 20] *= size
+    method, rows = "multipole(clusters=16, keys=32, chunk=64)", torch.arange(300) != 20
+
+    def error(x, impl):
+        found = sparing.attention(x, k, v, is_causal=causal, method=method, seed=0, impl=impl)
+        return (found.double() - dense(x, k, v, causal=causal))[0, 0, rows].norm()
+
+    for impl in IMPLS:
+        assert error(large, impl) < 1.3 * error(q, impl)
+    fast, plain = (sparing.attention(large, k, v, is_causal=causal, method=method, seed=0, impl=i) for i in IMPLS)
+    assert relative(fast, plain.double()) < 1e-5
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -18,6 +18,7 @@ from sparing.native import multipole as native
 
 _RIDGE = 1e-3  # of the mean eigenvalue, added to M: directions that no query asked for still count a little
 _DIGITS = 22  # bits of the largest sum of products
+_LONGEST = 16.0  # times the median length of the queries of a chunk: longer ones count as if they were that long
 
 
 class Moments(NamedTuple):
@@ -66,8 +67,10 @@ def sums(q: Tensor, counts: Tensor, size: int, remember: float = 1.0, before: Su
 
     remember: what is left, a chunk later, of the weight of a row. before: sums (T = 1) that these go on from.
     """
-    rows = q.masked_fill(~counts[:, None, :, None], 0.0).double().unflatten(2, (-1, size))  # (B, H, T, size, d)
-    total = counts.unflatten(1, (-1, size)).sum(-1)[:, None, :, None].double()
+    counts = counts.unflatten(1, (-1, size))  # (B, T, size)
+    rows = q.double().unflatten(2, (-1, size)).masked_fill(~counts[:, None, :, :, None], 0.0)  # (B, H, T, size, d)
+    rows = _shortened(rows, counts[:, None])
+    total = counts.sum(-1)[:, None, :, None].double()
     found = Sums(total, rows.sum(-2), rows.mT @ rows)
     for one, start in zip(found, (None,) * 3 if before is None else before, strict=True):
         parts = one.unbind(2)
@@ -76,6 +79,15 @@ def sums(q: Tensor, counts: Tensor, size: int, remember: float = 1.0, before: Su
         for previous, part in pairwise(parts):
             part.add_(previous, alpha=remember)
     return found
+
+
+def _shortened(rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows (..., size, d), longer ones cut to `_LONGEST` times the median length: one outlier must not decide alone."""
+    length = torch.linalg.vector_norm(rows, dim=-1)  # (..., size)
+    median = length.masked_fill(~counts, torch.nan).nanmedian(-1, keepdim=True).values.nan_to_num(0.0)
+    longest = _LONGEST * median
+    beyond = (length > longest) & (longest > 0)
+    return rows * torch.where(beyond, longest / length, 1.0).unsqueeze(-1) if bool(beyond.any()) else rows
 
 
 def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:

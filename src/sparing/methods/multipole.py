@@ -32,9 +32,10 @@ class Multipole(Method):
     out_i = softmax_j(l_ij) v_j,  l_ij = s q_i.k_j if j is near, a sink or in an expanded cluster,
                                   l_ij = s (q_i.K_c + q0.(k_j - K_c)) + min(a_ic, cap) / 2 if j is in another cluster c
 
-    Keys are clustered by k-means in the metric of the queries; q0 is the mean query, K_c a cluster's mean key. The
-    members of a cluster share what depends on q_i, so that a query reads one summary for all of them (within a cluster
-    exp(s q0.k_j) is taken to be at least e^-8 of the largest). a_ic is the predicted variance of the logits of c, and
+    Keys are clustered by k-means in the metric of the queries; q0 is the mean query (queries longer than 16 times the
+    median count as if they were that long), K_c a cluster's mean key. The members of a cluster share what depends on
+    q_i, so that a query reads one summary for all of them (within a cluster exp(s q0.k_j) is taken to be at least e^-8
+    of the largest). a_ic is the predicted variance of the logits of c, and
     e_ic = (mass of c) * sqrt(expm1(min(a_ic, cap))) * (spread of the values of c) the predicted error of the *output*.
     Each query expands the clusters of the largest e_ic^2 per key until `keys` keys are spent. A budget of all keys is
     exact attention. With a tolerance, `keys` is a maximum: clusters with e_ic^2 per key <= (tolerance * mass of all
