@@ -107,7 +107,13 @@ class Kernel(Method):
             scores = _unit(q, (-1,)) * (math.copysign(2.0**60, scale) if scale else 0.0) @ k.mT
             scores = scores if visible is None else scores.masked_fill(~visible, 0.0)
             return _unit(scores, (-1,)).pow(self.degree)
-        logs = q @ k.mT * scale if self.kind == "exp" else distances(q, k) * (-scale / 2)
+        if self.kind == "exp":
+            logs = q @ k.mT * scale
+        elif by_row:
+            points, shifted = _centred(q, k)
+            logs = ((points @ shifted.mT - shifted.square().sum(-1).unsqueeze(-2) / 2) * scale).to(q.dtype)
+        else:
+            logs = distances(q, k) * (-scale / 2)
         logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
         if by_row:
             logs = logs - dense.finite_or_zero(logs.detach().amax(-1, keepdim=True))
@@ -126,10 +132,9 @@ class Kernel(Method):
         """`exp` and `gaussian` by row are softmax attention, for which torch has a fused kernel."""
         if self.kind == "exp":
             return method("exact").fast(q, k, v, call)
-        # |q|^2 cancels, and -|k|^2 / 2 is one more coordinate; in float64, for the reason of _distances_by_product. The
-        # fused kernel wants all widths equal.
+        # -|k|^2 / 2 is one more coordinate. The fused kernel wants all widths equal.
         d, e, dtype = q.shape[-1], v.shape[-1], q.dtype
-        q, k, v = q.double(), k.double(), v.double()
+        (q, k), v = _centred(q, k), v.double()
         width = max(d + 1, e)
         q = pad(torch.cat([q, torch.ones_like(q[..., :1])], dim=-1), (0, width - d - 1))
         k = pad(torch.cat([k, k.square().sum(-1, keepdim=True) / -2], dim=-1), (0, width - d - 1))
@@ -244,6 +249,16 @@ def _square_width(d: int) -> int:
 
 def _count(visible: Tensor, weights: Tensor) -> Tensor:
     return visible.expand_as(weights).sum(-1, keepdim=True).to(weights.dtype)
+
+
+def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with the first key as the origin, in float64, so that s (q.k - |k|^2 / 2) are the logits of a row.
+
+    |q|^2 cancels when a row is divided by its sum. Differences q - k would round small keys away beside large queries;
+    products far from the origin would round away what tells near keys apart.
+    """
+    first = k[..., :1, :].detach().double()
+    return q.double() - first, k.double() - first
 
 
 def _distances(q: Tensor, k: Tensor) -> Tensor:
