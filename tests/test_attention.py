@@ -90,6 +90,19 @@ def test_dropout_is_unbiased_seeded_and_differs_by_slot_only_without_a_seed():
     assert float(z.abs().max()) < 5.4
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("dropout_p", [1.0, 1])
+def test_dropout_of_every_weight_gives_zeros_and_zero_gradients_as_sdpa_does(dropout_p, impl):
+    found = []
+    for run in (sdpa, lambda *x, dropout_p: attention(*x, dropout_p=dropout_p, impl=impl)):
+        leaves = [t.requires_grad_() for t in qkv()]
+        out = run(*leaves, dropout_p=dropout_p)
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for wanted, ours in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+        assert not ours.any()
+
+
 def test_dropout_of_a_padded_sequence_is_that_of_the_sequence():
     q, k, v = qkv(batch=1, n_q=12, n_k=12)
     keep = torch.arange(12)[None] >= 3

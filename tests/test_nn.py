@@ -97,6 +97,8 @@ def test_dropout_acts_in_training_only_and_starts_like_torchs_module():
     x = torch.randn(2, 9, 16)
     assert torch.allclose(ours.eval()(x, x, x)[0], theirs.eval()(x, x, x)[0], atol=1e-6)
     assert not torch.allclose(ours.train()(x, x, x)[0], ours.eval()(x, x, x)[0], atol=1e-3)
+    all_dropped = MultiheadAttention(16, 4, dropout=1.0, batch_first=True)(x, x, x)[0]
+    assert torch.equal(all_dropped, torch.nn.MultiheadAttention(16, 4, dropout=1.0, batch_first=True)(x, x, x)[0])
 
 
 @pytest.mark.parametrize("method", ["nystrom(landmarks=3)", "skyformer(landmarks=6)", "lsh(rounds=2, chunk=4)"])

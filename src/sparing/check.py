@@ -171,8 +171,8 @@ def _check_value(value: Tensor | Projection, batch: int, kv_heads: int, n_k: int
 def _check_scalars(
     dropout_p: float, scale: float | None, seed: int | None, impl: str, streams: Sequence[int] | None, kv_heads: int
 ) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p={dropout_p!r} must be a number from 0 to below 1")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p={dropout_p!r} must be a number from 0 to 1")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"scale={scale!r} must be a number or None")
     if scale is not None and not abs(scale) <= sys.float_info.max:

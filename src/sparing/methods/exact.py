@@ -35,7 +35,8 @@ class Exact(Method):
         weights, lse = dense.softmax(dense.logits(q, k, call))  # (B, H, n_q, n_k)
         call.note(lse=lse)
         if call.dropout_p > 0:
-            weights = weights * (_drawn(weights, call) >= call.dropout_p) / (1 - call.dropout_p)
+            kept = (1 - call.dropout_p) or 1.0  # dropout_p=1 drops every weight: zeros, not 0 / 0
+            weights = weights * (_drawn(weights, call) >= call.dropout_p) / kept
         return weights @ v
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -63,8 +63,8 @@ class MultiheadAttention(nn.Module):
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         self.method = _method(method)
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout!r} must be a number from 0 to below 1")
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout={dropout!r} must be a number from 0 to 1")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"seed={seed!r} must be an integer or None")
         if dropout > 0 and not self.method.supports.dropout:
