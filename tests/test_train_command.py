@@ -54,9 +54,35 @@ def test_a_run_writes_its_log_result_curve_and_checkpoints(capsys, tmp_path):
     assert main(["train", "--config", str(folder / "config.json"), "--out", str(folder)]) == 0
     assert "goes on from step 5" in capsys.readouterr().out
     assert json.loads((folder / "result.json").read_text())["losses"] == result["losses"]
-    assert "of another run (steps=5, now 6)" in said(
-        capsys, "--config", folder / "config.json", "--steps", 6, "--out", folder
+    assert "last.pt is of another run (steps=5, now 6); name another folder with --out" in said(
+        capsys, "causal", *SMALL, "--steps", 6, "--out", folder
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "differ"),
+    [
+        (("--steps", 2), "(steps=1000, now 2; epochs=0.5, now 0.0)"),
+        (("--evaluate", 1), "(evaluate=2, now 1)"),
+        (("masked", "--seed", 3), "(task='causal', now 'masked'; seed=0, now 3)"),
+    ],
+)
+def test_options_that_differ_from_the_settings_of_the_folder_are_refused(options, differ, capsys, tmp_path):
+    """config.json would tell of another run than the one in its folder."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"task": "causal", "epochs": 0.5, "evaluate": 2}))
+    told = said(capsys, "--config", path, "--out", tmp_path, *options)
+    assert f"--config={path} holds the settings of the run in --out={tmp_path}" in told
+    assert f"this would be another run {differ}; name another folder with --out, or edit the file" in told
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_options_that_repeat_the_settings_of_the_folder_change_nothing(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text := json.dumps({"task": "causal", "length": 32, "steps": 1, "batch": 4}))
+    assert main(["train", "causal", "--config", str(path), "--out", str(tmp_path), "--steps", "1", "--heads", "2"]) == 0
+    assert path.read_text() == text
+    assert json.loads((tmp_path / "result.json").read_text())["config"]["steps"] == 1
 
 
 def test_without_a_folder_runs_do_not_meet(capsys, tmp_path, monkeypatch):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparing.commands.files import check_files, reads, writes
 from sparing.commands.shared import console_of, needs_cli, progress_bar
+
+if TYPE_CHECKING:
+    from sparing.training.config import Config
 
 
 def add(commands: Any) -> None:
@@ -54,15 +58,15 @@ def run(options: argparse.Namespace) -> int:
     named = {each.name: value for each in fields(Config) if (value := getattr(options, each.name)) is not None}
     if {"steps", "epochs"} <= named.keys():
         raise ValueError(f"steps={named['steps']} and epochs={named['epochs']:g}: name one of the two")
-    if "steps" in named:
-        settings.pop("epochs", None)
-    config = made({**settings, **named})
+    config = made({**settings, **({"epochs": 0.0} if "steps" in named else {}), **named})
     need_accelerate()
     need_matplotlib("train")
     if not options.out:
         options.out = str(Path("runs") / f"{config.task}-{report.short(config)}")
         check_files(options)
     folder, settings_too = Path(options.out), "config.json" in _files(options)
+    if not settings_too:
+        _refuse_other_settings(options, settings, config)
     with progress_bar() as progress:
         training = Training(config, folder, tell=progress)
         main = training.accelerator.is_main_process
@@ -88,6 +92,21 @@ def run(options: argparse.Namespace) -> int:
         if config.tuned:
             console.print(f"wrote {folder / 'model'}, which transformers loads", soft_wrap=True)
     return 0
+
+
+def _refuse_other_settings(options: argparse.Namespace, settings: Mapping[str, Any], config: Config) -> None:
+    """Raise where options differ from the config.json of the run's own folder, which is read and not written.
+
+    It would stay there and tell of settings that the run was not made with.
+    """
+    from sparing.training.config import differences
+
+    before = {**{each.name: each.default for each in fields(config)}, "task": None, **settings}
+    if differ := differences(before, asdict(config)):
+        raise ValueError(
+            f"--config={options.config} holds the settings of the run in --out={options.out}, and this would be "
+            f"another run ({differ}); name another folder with --out, or edit the file and remove its entry 'sha256'"
+        )
 
 
 def _files(options: argparse.Namespace) -> list[str]:

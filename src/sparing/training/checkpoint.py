@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparing.store import Damaged, seal, unseal, write_files
-from sparing.training.config import Config
+from sparing.training.config import Config, differences
 
 FORMAT = 1
 #: What training writes into a run's folder; `model` is that of a pretrained one, as transformers loads it.
@@ -44,9 +44,8 @@ def load(path: Path, config: Config | None = None) -> dict[str, Any]:
     if missing := (_ALWAYS if config is None else _ALWAYS | _TO_GO_ON) - held.keys():
         raise ValueError(f"checkpoint: {path} has no {', '.join(sorted(missing))}; {_OUT}")
     if config is not None and held["fingerprint"] != config.fingerprint:
-        now, theirs = config.steps_taken(), held["config"]
-        differ = [f"{n}={theirs.get(n)!r}, now {v!r}" for n, v in now.items() if theirs.get(n) != v]
-        raise ValueError(f"checkpoint: {path} is of another run ({'; '.join(differ)}); name another folder with --out")
+        differ = differences(held["config"], config.steps_taken())
+        raise ValueError(f"checkpoint: {path} is of another run ({differ}); name another folder with --out")
     found: dict[str, Any] = held
     return found
 

@@ -155,6 +155,11 @@ def read(path: Path) -> dict[str, Any]:
     return held
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the settings whose values differ, each with both values; empty where none does."""
+    return "; ".join(f"{n}={before.get(n)!r}, now {v!r}" for n, v in now.items() if before.get(n) != v)
+
+
 _TYPES = {"int": (int,), "float": (int, float), "str": (str,), "str | None": (str, type(None))}
 
 
