@@ -182,6 +182,12 @@ def test_no_heads_are_refused():
             sparing.Index(MULTIPOLE).attention(*given)
 
 
+def test_a_head_dimension_of_zero_is_refused():
+    x, v = torch.randn(1, 2, 5, 0), torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match=r"query has head dimension 0, shape \[1, 2, 5, 0\]; use sparing.attention"):
+        sparing.Index("multipole").attention(x, x, v)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     index, x = started()
     q, k, v, _ = x.part(50, 51)

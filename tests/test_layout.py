@@ -97,3 +97,41 @@ def test_a_compiled_call_takes_three_dimensions():
     q, k, v, _ = tensors((3,), (3,), (1,), None)
     compiled = torch.compile(lambda *x: sparing.attention(*x), fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, k, v), sparing.attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": 0.5}, {"is_causal": True}, {"attn_mask": torch.ones(5, 7).tril() > 0}]
+)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 4), (2, 3, 4)])
+@pytest.mark.parametrize("value_dim", [6, 0])
+def test_a_head_dimension_of_zero_weighs_all_keys_alike_as_torch_does(options, leading, value_dim):
+    q, k, v, _ = tensors(leading, leading, leading, None)
+    found = []
+    for run in (scaled_dot_product_attention, sparing.attention):
+        leaves = [x.clone().requires_grad_() for x in (q[..., :0], k[..., :0], v[..., :value_dim])]
+        out = run(*leaves, **options)
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for wanted, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("method", [*sparing.methods(), "kernel(kind=elu)", "kernel(kind=poly)"])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_every_method_takes_a_head_dimension_of_zero(method, impl):
+    gen = torch.Generator().manual_seed(0)
+    v = torch.randn(2, 2, 33, 5, generator=gen)
+    if sparing.method(method).supports.projection:
+        v = sparing.Projection(torch.randn(2, 33, 7, generator=gen), torch.randn(10, 7, generator=gen))
+    with torch.no_grad():
+        found, wanted = (
+            sparing.attention(x, x, v, method=method, impl=impl, seed=0)
+            for x in (torch.ones(2, 2, 33, 0), torch.zeros(2, 2, 33, 1))
+        )
+    assert found.isfinite().all()
+    assert torch.equal(found, wanted)
+
+
+def test_a_compiled_call_takes_a_head_dimension_of_zero():
+    q, k, v, _ = tensors((2, 4), (2, 4), (2, 4), None)
+    compiled = torch.compile(lambda *x: sparing.attention(*x), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q[..., :0], k[..., :0], v), sparing.attention(q[..., :0], k[..., :0], v))

@@ -64,7 +64,7 @@ def attention(
 
     query is [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a `Projection`; returns [B, H, n_q, e].
     Tensors may have fewer or more dimensions before the length, and broadcast there, as SDPA's may: [B, n, d] is one
-    head, and of five or more dimensions all before the heads are the batch.
+    head, and of five or more dimensions all before the heads are the batch. Where d is 0, all logits are 0.
 
     attn_mask: boolean (True = attend) or additive, broadcastable to [B, H, n_q, n_k]; -inf, or the lowest number of
         its type, hides a key. A mask that shows the same keys to all queries and heads, such as one of shape

@@ -77,8 +77,6 @@ def check_inputs(
             )
     batch, heads, n_q, d = query.shape
     kv_heads, n_k = key.shape[1], key.shape[2]
-    if d == 0:
-        raise ValueError(f"query has head dimension 0, shape {_size(query)}")
     if key.shape[0] != batch or key.shape[3] != d:
         raise ValueError(f"key {_size(key)} does not fit query {_size(query)}: batch and width must agree")
     value_dim = _check_value(value, batch, kv_heads, n_k)

@@ -206,6 +206,10 @@ class Index:
             )
         if not key.shape[1] or not query.shape[1]:
             raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; each must have at least one")
+        if not query.shape[3]:
+            raise ValueError(
+                f"query has head dimension 0, shape {list(query.shape)}; use sparing.attention, which takes it"
+            )
         if query.shape[1] % key.shape[1]:
             raise ValueError(f"query has {query.shape[1]} heads, not a multiple of the {key.shape[1]} of key")
         if self.streams is not None and len(self.streams) != key.shape[1]:

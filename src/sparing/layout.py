@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparing.method import Projection
 
@@ -30,8 +31,11 @@ def four_dimensional(
     """Add, broadcast and flatten the dimensions before length and width; leave alone what the checks will refuse.
 
     Three dimensions are [batch, length, width] of one head, or [heads, length, width] if heads are shared. Of more than
-    four, all before the heads are the batch.
+    four, all before the heads are the batch. A width of 0 becomes one coordinate that is zero: all logits are 0, as in
+    SDPA, and no method meets a vector without entries.
     """
+    if _has_no_width(query) and _has_no_width(key):
+        query, key = pad(query, (0, 1)), pad(key, (0, 1))
     unchanged = Layout(query, key, value, attn_mask, None)
     tensors = [t for t in (query, key, value) if isinstance(t, Tensor) and t.layout == torch.strided]
     if len(tensors) < 3 or any(t.is_nested or t.ndim < 2 for t in tensors):
@@ -58,6 +62,11 @@ def four_dimensional(
         attn_mask = _flat_mask(attn_mask, result, enable_gqa)
     q, k, v = (_four(t, enable_gqa) for t in (q, k, v))
     return Layout(q, k, v, attn_mask, result)
+
+
+def _has_no_width(t: Tensor) -> bool:
+    """Return whether an argument is a dense tensor whose last size is 0."""
+    return isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested and t.shape[-1:] == (0,)
 
 
 def _padded(sizes: torch.Size, count: int) -> torch.Size:
