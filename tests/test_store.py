@@ -107,6 +107,36 @@ def test_a_kept_result_that_is_damaged_is_measured_again(kept, damage, tmp_path)
     assert Store(tmp_path).get(CELL) == {"again": 1}, "and kept"
 
 
+def test_an_empty_folder_in_place_of_a_kept_result_is_replaced(kept, tmp_path):
+    _, path = kept
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(StoreWarning, match=f"{path.name} is damaged or of an older version; such results") as told:
+        assert measured([CELL], lambda cell: {"again": 1}, Store(tmp_path)) == [{"again": 1}]
+    assert len(told) == 1
+    assert measured([CELL], lambda cell: {"again": 2}, Store(tmp_path)) == [{"again": 1}], "kept, without a warning"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_in_place_of_a_kept_result_stays_and_is_named(kept, tmp_path, link):
+    """A folder that holds something, or a link to a folder, is not ours to remove; other results are kept."""
+    _, path = kept
+    path.unlink()
+    folder = tmp_path / "linked" if link else path
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    if link:
+        path.symlink_to(folder)
+    other = {"number": 13}
+    said = rf"{path.name} is a folder where a kept result must be a file, .*; move or delete the folder"
+    for number in range(2):
+        with pytest.warns(StoreWarning, match=said) as told:
+            found = measured([CELL, other], lambda cell, number=number: number, Store(tmp_path))
+        assert found == [number, 0]
+        assert len(told) == 1
+    assert (path / "mine.txt").read_text() == "mine"
+
+
 def test_white_space_is_no_damage(kept):
     store, path = kept
     path.write_text(json.dumps(json.loads(path.read_text())))

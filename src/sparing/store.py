@@ -187,19 +187,28 @@ class Store:
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
-            self._tell("damaged", f"{path} is damaged or of an older version; such results are measured again")
+            with suppress(OSError):
+                path.rmdir()  # an empty folder is in the way of the new result; one that is not empty stays
+            if path.is_dir():
+                self._tell_folder(path)
+            else:
+                self._tell("damaged", f"{path} is damaged or of an older version; such results are measured again")
             return None
 
     def put(self, cell: Cell, result: Any) -> None:
         """Keep a result."""
         if self.folder is None:
             return
+        path = self._path(cell)
         held = add_checksum({"format": FORMAT, "cell": cell, "result": result})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_files({self._path(cell): json.dumps(held, indent=1)}, durable=False)
+            write_files({path: json.dumps(held, indent=1)}, durable=False)
         except OSError as error:
-            self._tell("keep", f"results are not kept: {self._cannot(error)}")
+            if path.is_dir():
+                self._tell_folder(path)
+            else:
+                self._tell("keep", f"results are not kept: {self._cannot(error)}")
 
     def _path(self, cell: Cell) -> Path:
         assert self.folder is not None
@@ -207,6 +216,13 @@ class Store:
 
     def _cannot(self, error: OSError) -> str:
         return f"{self.folder} cannot be written to ({error.strerror})"
+
+    def _tell_folder(self, path: Path) -> None:
+        self._tell(
+            str(path),
+            f"{path} is a folder where a kept result must be a file, so that this result is measured at each run; move "
+            "or delete the folder",
+        )
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._told:
