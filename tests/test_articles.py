@@ -47,7 +47,7 @@ def test_rows_of_bits(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "name", "content", "message"),
     [
-        ("imdb", "test.jsonl", lines({"text": "x", "label": 2}), r"test.jsonl, document 1: 'label' is 2, neither 0 nor"),
+        ("imdb", "test.jsonl", b"\n" + lines({"text": "", "label": 1}, {"text": "x", "label": 2}), r"test.jsonl, line 3: 'label' is 2; it must be 0 or 1"),
         ("imdb", "test.jsonl", lines({"text": "x"}), r"has no label column 'label'"),
         ("imdb", "test.jsonl", lines({"body": "x", "label": 1}), r"has no column 'text'; it has 'body', 'label'"),
         ("imdb", "test.jsonl.xz", lzma.compress(lines({"text": "x"}))[:-8], r"cannot be unpacked: Compressed file ended"),

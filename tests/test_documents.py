@@ -77,6 +77,9 @@ def test_parquet(tmp_path):
 
     parquet.write_table(pyarrow.table({"text": list(TEXTS), "label": [0, 1, 2]}), tmp_path / "some.parquet")
     assert read([tmp_path / "some.parquet"], label="label") == documents.Documents("some.parquet", TEXTS, (0, 1, 2))
+    parquet.write_table(pyarrow.table({"text": ["x", "y"], "label": [1, None]}), tmp_path / "null.parquet")
+    with pytest.raises(ValueError, match=r"null.parquet, row 2 has no 'label'"):
+        read([tmp_path / "null.parquet"], label="label")
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(ValueError, match=r"bad.parquet cannot be read as Parquet"):
         read([tmp_path / "bad.parquet"])
@@ -112,10 +115,10 @@ def test_standard_input(monkeypatch):
             r"a.jsonl, line 3: 'text' has half of a surrogate pair",
         ),
         ("a.jsonl", b"[1]", {}, r"a.jsonl, line 1 is list; each line must be an object"),
-        ("a.jsonl", b'{"text": 3}', {}, r"a.jsonl, row 1: 'text' is int, not a text"),
+        ("a.jsonl", b'{"text": 3}', {}, r"a.jsonl, line 1: 'text' is int, not a text"),
         ("a.jsonl", b'{"a": "x", "b": "y"}', {}, r"a.jsonl has no column 'text'; it has 'a', 'b'"),
         ("a.jsonl", b'{"text": "x"}', {"label": "mark"}, r"a.jsonl has no label column 'mark'; it has 'text'"),
-        ("a.jsonl", b'{"text": "x", "m": 1}\n{"text": "y"}', {"label": "m"}, r"a.jsonl, row 2 has no 'm'"),
+        ("a.jsonl", b'{"text": "x", "m": 1}\n{"text": "y"}', {"label": "m"}, r"a.jsonl, line 2 has no 'm'"),
         ("a.json", b'[{"text": "x"}]', {}, r"a.json is JSON; write one object on each line and call it .jsonl"),
         ("a.csv", b'text\n"open', {}, r"a.csv, line \d: unexpected end of data"),
         ("a.csv", b"text\nx", {"column": "body"}, r"a.csv has no column 'body'; it has 'text'"),
@@ -124,7 +127,10 @@ def test_standard_input(monkeypatch):
         ("a.csv", b"text,m\nthe cat, said he,0", {}, r"a.csv, line 2 has more cells than the header has names"),
         ("a.txt", b"x", {"pair": "other"}, r"a.txt is plain text and has no second column 'other'"),
         ("a.jsonl", b'{"text": "x"}', {"pair": "other"}, r"a.jsonl has no column 'other'; it has 'text'"),
-        ("a.jsonl", b'{"text": "x", "b": 1}', {"pair": "b"}, r"a.jsonl, row 1: 'b' is int, not a text"),
+        ("a.jsonl", b'{"text": "x", "b": 1}', {"pair": "b"}, r"a.jsonl, line 1: 'b' is int, not a text"),
+        ("a.jsonl", b'\n{"text": "x"}\n \n{"text": 3}', {}, r"a.jsonl, line 4: 'text' is int, not a text"),
+        ("a.jsonl", b'{"text": "x", "m": 1}\n\n{"text": "y"}', {"label": "m"}, r"a.jsonl, line 3 has no 'm'"),
+        ("a.csv", b'text,m\n"two\nlines",1\n\nx\n', {"label": "m"}, r"a.csv, line 5 has no 'm'"),
         (
             "a.jsonl.xz",
             lzma.compress(b'{"text": "x"}')[:-9],

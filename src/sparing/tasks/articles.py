@@ -29,14 +29,9 @@ class Collection:
 
 def json_lines(path: Path) -> Documents:
     """Labels are 0 or 1."""
-    found = read([path], label="label")
+    found = read([path], label="label", allowed=("0", "1"))
     assert found.labels is not None
-    labels = []
-    for number, label in enumerate(found.labels, 1):
-        if str(label) not in ("0", "1"):
-            raise ValueError(f"data: {path}, document {number}: 'label' is {label!r}, neither 0 nor 1")
-        labels.append(int(label))
-    return Documents(found.name, found.texts, tuple(labels), found.empty)
+    return Documents(found.name, found.texts, tuple(map(int, found.labels)), found.empty)
 
 
 def _bits(path: Path) -> Documents:

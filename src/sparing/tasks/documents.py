@@ -20,6 +20,9 @@ from sparing.store import readable
 from sparing.tasks.subject import first_line
 from sparing.tasks.text import python_topics
 
+#: Rows, each with its place for errors: "line 3" (from 1, blank lines counted), or "row 3" of Parquet, without lines.
+_Table = list[tuple[str, dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -50,6 +53,7 @@ def read(
     *,
     column: str | None = None,
     label: str | None = None,
+    allowed: Sequence[str] | None = None,
     pair: str | None = None,
     whole: bool = False,
 ) -> Documents:
@@ -57,7 +61,8 @@ def read(
 
     All but Parquet may be compressed: `.jsonl.xz`, `.txt.gz`. Several files are one collection; "-" is standard input,
     as plain text. column: where the text is; None: "text", or the only column that there is. label: the column of the
-    labels. pair: that of a second text, which a document is compared with. whole: a plain text file is one document.
+    labels. allowed: the labels that there may be, as text. pair: the column of a second text, which a document is
+    compared with. whole: a plain text file is one document.
     """
     if not paths:
         raise ValueError("data: no file is named")
@@ -66,10 +71,14 @@ def read(
     pairs: list[str] = []
     empty = 0
     for path in paths:
-        for text, mark, second in _rows(path, column, label, pair, whole):
+        for place, text, mark, second in _rows(path, column, label, pair, whole):
             if not text.strip() or (pair is not None and not second.strip()):
                 empty += 1
                 continue
+            if allowed is not None and str(mark) not in allowed:
+                raise ValueError(
+                    f"data: {path}, {place}: {label!r} is {shown(mark)}; it must be {' or '.join(allowed)}"
+                )
             texts.append(text)
             labels.append(mark)
             pairs.append(second)
@@ -82,7 +91,7 @@ def read(
 
 def _rows(
     path: str | Path, column: str | None, label: str | None, pair: str | None, whole: bool
-) -> Iterable[tuple[str, Any, str]]:
+) -> Iterable[tuple[str, str, Any, str]]:
     suffix = _suffix(path)
     if suffix in _TABLES:
         if whole:
@@ -94,25 +103,25 @@ def _rows(
     if asked := next((f"{what} {name!r}" for what, name in wanted.items() if name is not None), None):
         raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")
     text = decoded(path)
-    return [(text, None, "")] if whole else [(line.strip(), None, "") for line in text.splitlines()]
+    return [("", text, None, "")] if whole else [("", line.strip(), None, "") for line in text.splitlines()]
 
 
 def _columns(
-    path: str, table: list[dict[str, Any]], column: str | None, label: str | None, pair: str | None
-) -> Iterable[tuple[str, Any, str]]:
-    names = list(dict.fromkeys(name for row in table for name in row))
+    path: str, table: _Table, column: str | None, label: str | None, pair: str | None
+) -> Iterable[tuple[str, str, Any, str]]:
+    names = list(dict.fromkeys(name for _, row in table for name in row))
     found = column or ("text" if "text" in names or len(names) != 1 else names[0])
     for what, name in (("column", found), ("label column", label), ("column", pair)):
         if name is not None and table and name not in names:
             raise ValueError(f"data: {path} has no {what} {shown(name)}; it has {_some(names)}")
-    for number, row in enumerate(table, 1):
+    for place, row in table:
         for name in (found, pair):
             text = None if name is None else row.get(name)
             if text is not None and not isinstance(text, str):
-                raise ValueError(f"data: {path}, row {number}: {name!r} is {type(text).__name__}, not a text")
+                raise ValueError(f"data: {path}, {place}: {name!r} is {type(text).__name__}, not a text")
         if label is not None and row.get(label) is None:
-            raise ValueError(f"data: {path}, row {number} has no {label!r}")
-        yield row.get(found) or "", row.get(label) if label is not None else None, row.get(pair or "") or ""
+            raise ValueError(f"data: {path}, {place} has no {label!r}")
+        yield place, row.get(found) or "", row.get(label) if label is not None else None, row.get(pair or "") or ""
 
 
 def _some(names: Sequence[str]) -> str:
@@ -171,8 +180,8 @@ def decoded(path: str | Path) -> str:
         raise ValueError(f"data: {path} is not UTF-8 (byte {error.start}); convert it first") from None
 
 
-def _json_lines(path: str | Path) -> list[dict[str, Any]]:
-    table = []
+def _json_lines(path: str | Path) -> _Table:
+    table: _Table = []
     for number, line in enumerate(decoded(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -187,16 +196,16 @@ def _json_lines(path: str | Path) -> list[dict[str, Any]]:
                 f"data: {path}, line {number}: {shown(bad)} has half of a surrogate pair, such as \\ud800, which is no "
                 "character; leave it out"
             )
-        table.append(row)
+        table.append((f"line {number}", row))
     return table
 
 
-def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
-    def rows(path: str | Path) -> list[dict[str, Any]]:
+def _separated(delimiter: str) -> Callable[[str | Path], _Table]:
+    def rows(path: str | Path) -> _Table:
         # Quotes have no meaning in files of tabs: they stand in the text.
         quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
         lines = csv.DictReader(io.StringIO(decoded(path)), delimiter=delimiter, quoting=quoting, strict=True)
-        table: list[dict[str, Any]] = []
+        table: _Table = []
         usual = csv.field_size_limit(2**31 - 1)  # long documents
         try:
             for row in lines:
@@ -205,7 +214,7 @@ def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
                         f"data: {path}, line {lines.line_num} has more cells than the header has names; quote a text "
                         "that holds the separator"
                     )
-                table.append(row)
+                table.append((f"line {lines.line_num}", row))
             return table
         except csv.Error as error:
             raise ValueError(f"data: {path}, line {lines.line_num}: {error}") from None
@@ -215,7 +224,7 @@ def _separated(delimiter: str) -> Callable[[str | Path], list[dict[str, Any]]]:
     return rows
 
 
-def _parquet(path: str | Path) -> list[dict[str, Any]]:
+def _parquet(path: str | Path) -> _Table:
     if Path(path).suffix.lower() in _UNPACK:
         raise ValueError(f"data: {path} is Parquet in an archive; unpack it first")
     try:
@@ -223,15 +232,15 @@ def _parquet(path: str | Path) -> list[dict[str, Any]]:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("Parquet files need pyarrow; run: pip install pyarrow") from None
     try:
-        table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     except FileNotFoundError:
         raise ValueError(f"data: there is no file {path}") from None
     except (OSError, ArrowException, ValueError, OverflowError) as error:
         raise ValueError(f"data: {path} cannot be read as Parquet: {first_line(error)}") from None
-    return table
+    return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-_TABLES: dict[str, Callable[[str | Path], list[dict[str, Any]]]] = {
+_TABLES: dict[str, Callable[[str | Path], _Table]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".csv": _separated(","),
