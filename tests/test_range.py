@@ -185,10 +185,14 @@ def test_a_learned_projection_takes_extreme_entries():
 
 def test_float64_entries_whose_products_overflow_are_refused_by_name():
     q, k, v = qkv(dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"key holds entries of up to .*e\+200.* scale key down"):
-        sparing.attention(q, k * 1e200, v)
+    message = r"query holds entries of up to .*e\+100 and key entries of up to .*e\+200.* scale query or key down"
+    with pytest.raises(ValueError, match=message):
+        sparing.attention(q * 1e100, k * 1e200, v)
     with pytest.raises(ValueError, match=r"query holds entries .* scale=1e\+302"):
         sparing.attention(q, k, v, scale=1e302)
+    for method in ("kernel(kind=gaussian)", "skyformer", "yoso"):  # which see more than products
+        with pytest.raises(ValueError, match=r"key holds entries of up to .*e\+200.* scale key down"):
+            sparing.attention(q * 1e-200, k * 1e200, v, method=method)
     assert sparing.attention(q * 1e-100, k * 1e-100, v, scale=1e200).isfinite().all()
     keep = torch.ones(2, 1, 1, 33, dtype=torch.bool)
     keep[..., 30:] = False
@@ -196,6 +200,61 @@ def test_float64_entries_whose_products_overflow_are_refused_by_name():
     q[:, :, 30:] *= 1e200
     k[:, :, 30:] *= 1e200
     assert torch.equal(sparing.attention(q, k, v, keep)[:, :, :30], before[:, :, :30])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("method", SOFTMAX)
+@pytest.mark.parametrize("causal", [False, True])
+def test_float64_products_in_range_are_computed_whatever_the_sizes(method, impl, causal):
+    q, k, v = qkv(dtype=torch.float64)
+    for by_q, by_k, scale in (
+        (1e160, 1e-160, None),
+        (1e-160, 1e160, None),
+        (1e300, 1e-300, None),
+        (1e200, 1e-200, -0.5),
+        (1e100, 1e-250, 1e150),
+        (1, 1e200, 1e-200),
+        (1, 1e200, None),  # one key for each query
+        (1e300, 0, None),
+    ):
+        x = (q * by_q, k * by_k, v)
+        found = sparing.attention(*x, method=method, is_causal=causal, scale=scale, impl=impl)
+        error = relative(found, dense(*x, scale, causal))
+        assert error < 1e-9, f"{by_q} {by_k} scale={scale}: {error:.3g}"
+
+
+def test_float64_queries_and_keys_of_opposite_sizes_change_no_bit():
+    q, k, v = qkv(dtype=torch.float64)
+    powers = torch.tensor([2.0**600, 2.0**-600], dtype=torch.float64)[None, :, None, None]  # one for each head
+    for options in ({}, {"is_causal": True}, {"impl": "reference"}):
+        assert torch.equal(
+            sparing.attention(q * powers, k / powers, v, **options), sparing.attention(q, k, v, **options)
+        )
+    shared = sparing.attention(q * 2.0**600, k[:, :1] * 2.0**-600, v[:, :1], enable_gqa=True)
+    assert torch.equal(shared, sparing.attention(q, k[:, :1], v[:, :1], enable_gqa=True))
+    keep = torch.ones(2, 1, 1, 33, dtype=torch.bool)
+    keep[0, ..., 30:] = False
+    assert torch.equal(sparing.attention(q * powers, k / powers, v, keep), sparing.attention(q, k, v, keep))
+
+
+def test_gradients_of_float64_queries_and_keys_of_opposite_sizes_are_scaled_alike():
+    q, k, v = qkv(dtype=torch.float64)
+    found = []
+    for size in (1.0, 2.0**600):
+        leaves = [x.requires_grad_() for x in (q * size, k / size, v.clone())]
+        grads = torch.autograd.grad(sparing.attention(*leaves).square().sum(), leaves)
+        found.append([grads[0] * size, grads[1] / size, grads[2]])
+    for wanted, ours in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("method", [name for name, cls in sparing.methods().items() if cls().supports.training_free])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_methods_for_softmax_weights_take_float64_of_opposite_sizes(method, impl):
+    q, k, v = qkv(dtype=torch.float64)
+    if sparing.method(method).supports.projection:
+        v = sparing.Projection(torch.randn(2, 33, 7, dtype=torch.float64), torch.randn(16, 7, dtype=torch.float64))
+    assert sparing.attention(q * 1e160, k * 1e-160, v, method=method, impl=impl, seed=0).isfinite().all()
 
 
 @pytest.mark.parametrize("method", ["exact", "top_keys(keys=8)", "value_aware(keys=4)", "sampled(samples=4)"])

@@ -218,7 +218,7 @@ def _run(
             nothing = sum(t[..., :0].sum() for _, t in inputs.tensors)  # zero, and part of every input's graph
             return (q.new_zeros(shape) + nothing).to(query.dtype)
 
-        clean = quarantine(q, k, v, chosen, call)
+        clean = quarantine(q, k, v, chosen, call, balance=past is None)
         out = _compute(chosen, impl, clean.q, clean.k, clean.v, clean.call, shape)
         if clean.wide is not None:
             out = _merge_wide(out, clean.wide, clean.call, chosen, impl)

@@ -289,7 +289,7 @@ class Index:
             scale=self._scale(query), is_causal=True, keep=keep, influence=keep, mask=None,
             draws=self._draws(query, key), groups=query.shape[1] // key.shape[1],
         )  # fmt: skip
-        whole = quarantine(pad(q, (0, 0, key.shape[2] - n, 0)), k, v, self.method, call)
+        whole = quarantine(pad(q, (0, 0, key.shape[2] - n, 0)), k, v, self.method, call, balance=False)
         assert isinstance(whole.v, Tensor)
         if whole.wide is not None or (q.dtype == torch.float64 and float(whole.v.abs().max()) > limit_of(q.dtype)):
             raise Unsupported(

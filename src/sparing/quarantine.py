@@ -5,6 +5,9 @@ any matrix product. Bad entries are taken out before a method runs, and the rows
 Entries so large that a product could overflow in float32 are taken out as well; the rows that see one are computed
 from all entries in float64, whose range holds every product of float32 numbers. A row that sees none of them is
 computed as if they were not there, to the bit.
+
+In float64 there is no wider type. Softmax sees scale * query.key alone, so methods that stand for it get large queries
+and small keys, or the reverse, at sizes that meet in the middle; products that overflow even so are refused.
 """
 
 from __future__ import annotations
@@ -43,8 +46,13 @@ class Clean(NamedTuple):
     wide: Wide | None
 
 
-def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, call: Call) -> Clean:
-    """Zero padded keys and values, take out non-finite and extreme entries, say which output entries see them."""
+def quarantine(
+    q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, call: Call, *, balance: bool = True
+) -> Clean:
+    """Zero padded keys and values, take out non-finite and extreme entries, say which output entries see them.
+
+    balance: whether float64 queries and keys may be returned at other sizes with the same products.
+    """
     payload = v.x if isinstance(v, Projection) else v  # (B, H_kv, n_k, e) or (B, n_k, in)
     if call.keep is not None:
         padded = ~call.keep
@@ -57,17 +65,20 @@ def quarantine(q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, cal
     if not all(_largest(t) <= limit for t in (q, k, payload)):
         bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
         bad_v = ~payload.isfinite()
-        if q.dtype == torch.float64 and call.influence is not None:  # padded queries, which nothing else may see
-            bad_q = bad_q | (_extreme(q, limit) & ~call.influence[:, None])
+        q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0) for t, bad in ((q, bad_q), (k, bad_k)))
+        if q.dtype == torch.float64:
+            if balance and method.supports.training_free:
+                q, k = _balanced(q, k, limit, call)
+            if call.influence is not None:  # padded queries, which nothing else may see
+                far = _extreme(q, limit) & ~call.influence[:, None]
+                bad_q, q = bad_q | far, q.masked_fill(far.unsqueeze(-1), 0.0)
+            _refuse_extreme(q, k, limit, call.scale)
         if any(bool(bad.any()) for bad in (bad_q, bad_k, bad_v)):
             reach = method.reach(q.shape[-2], k.shape[-2], q.device, call)
             seen = _rows_that_see(bad_q, bad_k, bad_v, reach, call)
             spoiled = seen if spoiled is None else spoiled | seen
-        q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0) for t, bad in ((q, bad_q), (k, bad_k)))
         payload = payload.masked_fill(bad_v, 0.0)
-        if q.dtype == torch.float64:
-            _refuse_extreme(q, k, limit, call.scale)
-        else:
+        if q.dtype != torch.float64:
             q, k, payload, wide = _split(q, k, payload, v, limit, method, call)
     return Clean(q, k, _with_payload(v, payload), call, spoiled, wide)
 
@@ -113,13 +124,36 @@ def _extreme(rows: Tensor, limit: float) -> Tensor:
     return rows.detach().abs().amax(-1) > limit
 
 
+def _balanced(q: Tensor, k: Tensor, limit: float, call: Call) -> tuple[Tensor, Tensor]:
+    """Return q and k with one scaled down and the other up where an entry is too large; refuse products that overflow.
+
+    Each key head is multiplied by a power of two and its queries are divided by it, so no product changes by a bit.
+    """
+    heard = q.detach() if call.influence is None else q.detach().masked_fill(~call.influence[:, None, :, None], 0.0)
+    size_q = heard.abs().amax((-2, -1)).unflatten(1, (-1, call.groups)).amax(-1)  # (B, H_kv)
+    size_k = k.detach().abs().amax((-2, -1))
+    tiny = torch.finfo(q.dtype).tiny
+    exponents = [size.clamp_min(tiny).frexp().exponent for size in (size_q, size_k)]
+    half = ((exponents[0] - exponents[1]) // 2).clamp(-1000, 1000)  # a power that is finite, and so is its inverse
+    factor = torch.exp2(half.to(q.dtype)).masked_fill(torch.maximum(size_q, size_k) <= limit, 1.0)
+    beyond = torch.maximum(size_q / factor, size_k * factor) > limit
+    if bool(beyond.any()):
+        largest_q, largest_k = (float(size[beyond][0]) for size in (size_q, size_k))
+        raise ValueError(
+            f"query holds entries of up to {largest_q:.3g} and key entries of up to {largest_k:.3g}, and with "
+            f"scale={call.scale:.3g} their products overflow float64; scale query or key down (only scale * query.key "
+            "matters to softmax)"
+        )
+    return q / factor.repeat_interleave(call.groups, dim=1)[..., None, None], k * factor[..., None, None]
+
+
 def _refuse_extreme(q: Tensor, k: Tensor, limit: float, scale: float) -> None:
     for name, t in (("query", q), ("key", k)):
         largest = _largest(t)
         if largest > limit:
             raise ValueError(
                 f"{name} holds entries of up to {largest:.3g}, and with scale={scale:.3g} products of entries beyond "
-                f"{limit:.3g} overflow float64; scale {name} down (only scale * query.key matters to softmax)"
+                f"{limit:.3g} overflow float64; scale {name} down"
             )
 
 
