@@ -128,6 +128,27 @@ def test_files_that_are_none_of_ours_are_named(command, text, words, capsys, tmp
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["report"], "result: {!r} is a folder; name a JSON file, as compare --json writes it"),
+        (["show"], "recipe: {!r} is a folder; name a JSON file, as sparing.Recipe saves it"),
+        (["train", "--config"], "config: {!r} is a folder; name a JSON file, such as the config.json of a run"),
+    ],
+)
+def test_a_folder_in_place_of_a_json_file_is_named(command, said, capsys, tmp_path):
+    assert main([*command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"sparing {command[0]}: {said.format(str(tmp_path))}\n"
+
+
+@pytest.mark.parametrize("command", [["report"], ["show"], ["train", "--config"]])
+def test_a_json_file_that_cannot_be_read_is_named(command, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "x.json"
+    assert main([*command, str(path)]) == 2
+    assert f"{str(path)!r} cannot be read (Not a directory); name a JSON file, " in capsys.readouterr().err
+
+
 def test_a_report_that_lacks_something_is_named(capsys, tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"format": 1, "rows": [{"method": "window"}]}')

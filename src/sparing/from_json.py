@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import types
 import typing
+from pathlib import Path
 from typing import Any, TypeVar
 
 DEPTH = 64  #: of lists and objects inside each other; ours have less than ten
@@ -42,6 +44,22 @@ def parse(text: str) -> Any:
     if deep:
         raise ValueError(f"it is nested more than {DEPTH} levels deep")
     return held
+
+
+def read_text(path: str | os.PathLike[str], argument: str, form: str) -> str:
+    """Return the text of a JSON file; an OSError names the argument, the path and what to pass instead.
+
+    form: what wrote such a file, as in "as sparing.Recipe saves it".
+    """
+    way_out = f"name a JSON file, {form}"
+    if Path(path).is_dir():  # to read one is an error of its own on Linux, and a lack of permission on Windows
+        raise IsADirectoryError(f"{argument}: {os.fspath(path)!r} is a folder; {way_out}")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{argument}: there is no file {os.fspath(path)!r}; {way_out}") from None
+    except OSError as error:
+        raise type(error)(f"{argument}: {os.fspath(path)!r} cannot be read ({error.strerror}); {way_out}") from None
 
 
 def _depth_exceeds(held: Any, limit: int) -> bool:

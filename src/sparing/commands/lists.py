@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from sparing.commands.files import reads, writes
 from sparing.commands.shared import console_of, shown_and_written
+from sparing.from_json import read_text
 
 
 def add(commands: Any) -> None:
@@ -48,9 +48,7 @@ def _report(options: argparse.Namespace) -> int:
     from sparing.measure.verdict import Comparison
 
     try:
-        found = Comparison.from_json(Path(options.result).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {options.result}") from None
+        found = Comparison.from_json(read_text(options.result, "result", "as compare --json writes it"))
     except ValueError as error:
         raise ValueError(f"{options.result}: {error}") from None
     shown_and_written(found, options, console=console)

@@ -164,6 +164,8 @@ def decoded(path: str | Path) -> str:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except FileNotFoundError:
         raise ValueError(f"data: there is no file {path}") from None
+    except IsADirectoryError:
+        raise ValueError(f"data: {path} is a folder; name the files in it") from None
     except OSError as error:
         raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
     unpack = None if str(path) == "-" else _UNPACK.get(Path(path).suffix.lower())

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sparing.from_json import parse
+from sparing.from_json import parse, read_text
 from sparing.method import method as _method
 from sparing.store import Damaged, verify_checksum
 from sparing.tasks.kinds import KINDS
@@ -140,10 +140,10 @@ class Config:
 def read(path: Path) -> dict[str, Any]:
     """Return the settings of a JSON file."""
     try:
-        held = parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"config: there is no file {path}") from None
-    except (OSError, ValueError) as error:
+        held = parse(read_text(path, "config", "such as the config.json of a run"))
+    except OSError as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:
         raise ValueError(f"config: {path} is not JSON: {error}") from None
     if not isinstance(held, dict):
         raise ValueError(f"config: {path} must be an object, with names of settings")

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sparing.from_json import parse
+from sparing.from_json import parse, read_text
 from sparing.method import Method
 from sparing.method import method as _method
 from sparing.spec import shown
@@ -105,9 +105,7 @@ class Recipe:
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
         """Read a recipe from a JSON file."""
         try:
-            found = parse(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"recipe: there is no file {os.fspath(path)!r}") from None
+            found = parse(read_text(path, "recipe", "as sparing.Recipe saves it"))
         except ValueError as error:
             raise ValueError(f"recipe: {os.fspath(path)!r} is not JSON: {error}") from None
         try:
