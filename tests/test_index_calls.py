@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -364,6 +365,51 @@ def test_a_prompt_that_fails_leaves_nothing_behind(monkeypatch):
 
 def raise_memory_error(*args, **kwargs):
     raise MemoryError
+
+
+class HungryPast:
+    """Takes more memory than there is in the calls that `hungry` names."""
+
+    hungry: tuple[str, ...] = ()
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            return torch.empty(2**50) if name in self.hungry else None
+
+        return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class HungryMethod(sparing.Method):
+    name = "_hungry_past"
+    budget = "meals"
+    supports = sparing.Supports(causal=True, decode=True)
+    meals: int = 3
+
+    def reference(self, q, k, v, call):
+        return torch.zeros_like(v)
+
+    def past(self, *args):
+        return HungryPast()
+
+
+@pytest.mark.parametrize(
+    ("hungry", "use", "sizes"),
+    [
+        ("learn", lambda index, x: index.append(*x.part(40, 41)), r"query \[1, 2, 1, 8\] and key \[1, 2, 41, 8\]"),
+        ("step", lambda index, x: index.attention(*x.part(40, 41)), r"query \[1, 2, 1, 8\] and key \[1, 2, 41, 8\]"),
+        ("crop", lambda index, x: index.crop(9, *x.part(0, 9)[1:3]), r"key \[1, 2, 9, 8\] and value \[1, 2, 9, 6\]"),
+        ("select", lambda index, x: index.select(torch.tensor([0, 0])), r"items \[2\]"),
+    ],
+    ids=["append", "attention", "crop", "select"],
+)
+def test_running_out_of_memory_names_the_method_the_sizes_and_the_way_out(hungry, use, sizes, monkeypatch):
+    x, index = sequence(), sparing.Index(HungryMethod())
+    index.attention(*x.part(0, 40))
+    monkeypatch.setattr(HungryPast, "hungry", (hungry,))
+    with pytest.raises(MemoryError, match=rf"^_hungry_past\(meals=3\): {sizes} need more memory .*; lower meals, or "):
+        use(index, x)
+    assert (index.length, index.batch) == (40, 1)
 
 
 def test_streams_are_one_for_each_key_head():

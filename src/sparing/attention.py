@@ -6,10 +6,10 @@ refusals, and entries that are infinite or NaN.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, NamedTuple, ParamSpec, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from sparing.method import method as _method
 from sparing.quarantine import LARGEST_SCALE, Wide, quarantine
 
 Impl = Literal["auto", "reference", "native"]
-P = ParamSpec("P")
 #: What torch says where a processor has no memory left, or the bytes of a tensor do not fit 64 bits.
 _NO_MEMORY = (
     "aoti_torch_empty_strided",
@@ -138,28 +137,25 @@ def inspect(
     return Inspection(shaped.restore(output), notes.pop("lse", None), notes)
 
 
-def _naming_memory(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Let a call that ran out of memory raise a MemoryError that names the method, the sizes and the way out."""
+@contextmanager
+def memory_errors_named(chosen: Method, **tensors: Tensor) -> Iterator[None]:
+    """Let work that runs out of memory raise a MemoryError that names the method, these tensors and the way out.
 
-    @functools.wraps(run)
-    def named(*args: P.args, **options: P.kwargs) -> Tensor:
-        try:
-            return run(*args, **options)
-        except RuntimeError as error:
-            why = next((line for line in str(error).splitlines() if any(map(line.__contains__, _NO_MEMORY))), None)
-            if why is None:
-                raise
-            query, key, chosen = cast(Tensor, args[0]), cast(Tensor, args[1]), _method(cast(str, args[8]))
-            lower = "" if chosen.budget is None else f"lower {chosen.budget}, or "
-            raise MemoryError(
-                f"{chosen}: query {list(query.shape)} and key {list(key.shape)} need more memory than there is; "
-                f"{lower}pass fewer sequences or heads at once ({why})"
-            ) from None
-
-    return named
+    A backward pass runs later, outside of any such block: there, torch's own error remains.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        why = next((line for line in str(error).splitlines() if any(map(line.__contains__, _NO_MEMORY))), None)
+        if why is None:
+            raise
+        sizes = " and ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        lower = "" if chosen.budget is None else f"lower {chosen.budget}, or "
+        raise MemoryError(
+            f"{chosen}: {sizes} need more memory than there is; {lower}pass fewer sequences or heads at once ({why})"
+        ) from None
 
 
-@_naming_memory
 def _run(
     query: Tensor,
     key: Tensor,
@@ -181,12 +177,13 @@ def _run(
     past: Past | None = None,
 ) -> Tensor:
     chosen = _method(spec)
-    inputs = check_inputs(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed, impl, query_mask, streams
-    )
-    check_call(chosen, inputs, is_causal, impl, state)
+    with memory_errors_named(chosen, query=query, key=key):  # masks may be copied
+        inputs = check_inputs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed, impl, query_mask, streams
+        )
+        check_call(chosen, inputs, is_causal, impl, state)
     # Methods compute in float32 or better; an autocast around the call would undo that inside.
-    with torch.autocast(query.device.type, enabled=False):
+    with memory_errors_named(chosen, query=query, key=key), torch.autocast(query.device.type, enabled=False):
         groups = inputs.groups
         v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
         q, k, v = _convert(query, key, v, _working_type(query.dtype, inputs.scale, inputs.mask))

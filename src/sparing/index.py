@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sparing.attention import inspect
+from sparing.attention import inspect, memory_errors_named
 from sparing.call import Call
 from sparing.draws import Draws
 from sparing.method import Method, Past, Unsupported, methods
@@ -109,7 +109,7 @@ class Index:
         """`attention` after a prompt, for arguments that `fits` and `agrees` have found right. keep: [B, n]."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
-        with _plainly(query):
+        with memory_errors_named(self.method, query=query, key=key), _plainly(query):
             fresh, spoiled, done = self._fresh(keep, query.shape[2]), None, None
             covered = self.method.covers(key.shape[2])
             if self._past is not None and not self._odd and not covered:
@@ -132,7 +132,7 @@ class Index:
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
         """What a prompt like this leaves its computations to; None if the method keeps nothing."""
-        with _plainly(query):
+        with memory_errors_named(self.method, query=query, key=key), _plainly(query):
             self._past = self.method.past(_wide(query), key, value, self._draws(query, key), self._scale(query))
         return self._past
 
@@ -162,7 +162,7 @@ class Index:
             self.reset()
         elif length < self.length:
             if self._past is not None:
-                with _plainly(key):
+                with memory_errors_named(self.method, key=key, value=value), _plainly(key):
                     keep = None if self._keep is None else self._keep[:, :length]
                     _, k, v, _ = self._clean(key[:, :, -1:], key, value, keep)
                     self._past.crop(length, k, v)
@@ -181,7 +181,7 @@ class Index:
         if items.tolist() == list(range(self._batch)):
             return
         if self._past is not None:
-            with _plainly(items):
+            with memory_errors_named(self.method, items=items), _plainly(items):
                 self._past.select(items)
         self._keep = None if self._keep is None else self._keep[items]
         self._batch = len(items)
@@ -255,7 +255,7 @@ class Index:
         return None if keep is None else keep[:, -n_q:]
 
     def _learn(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
-        with _plainly(query):
+        with memory_errors_named(self.method, query=query, key=key), _plainly(query):
             q, k, v, _ = self._clean(query, key, value, keep)
             if self.length == 0 and self._past is None:
                 self.begin(q, k, v)
