@@ -34,6 +34,8 @@ def truth(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     wanted = built.run(built.wide(), impl="reference")
     fits = wanted.abs() < 0.9 * torch.finfo(out.dtype).max
     assert bool(out[fits].isfinite().all()), f"{label}not finite for finite inputs"
+    if choosing and out.dtype != torch.float64:
+        _most_rows(built, out, wanted, f"{label}against its specification in float64", case)
     if unclear(built, case):
         return
     x = built.wide() if choosing else built.x
@@ -46,14 +48,24 @@ def truth(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def _most_rows(built: Built, out: Tensor, wanted: Tensor, what: str, case: dict[str, Any]) -> None:
+    """Half of the rows agree with float64, although rounding may choose other keys in some of them."""
+    shared = built.method.name == "monte_carlo"  # one count that falls to the other side changes all rows
+    if shared or case["d"] < 8 or not bool(built.sees.any()) or unclear(built, {**case, "dtype": "float32"}):
+        return
+    size = size_of(built, wanted)
+    allowed = 1e-5 * size + door_truth.rounding(out.dtype, size)
+    error = (out.double() - wanted).abs().amax(-1)[built.sees].median()
+    assert bool(error <= allowed), f"{what}, half of the rows: error {error:.3g} > {allowed:.3g}"
+
+
 def _dense(built: Built, out: Tensor, what: str, floor: float = 16.0) -> None:
     exact = door_truth.softmax(built, floor)
-    assert bool(out.isfinite().all()), f"{what}: not finite for finite inputs"
-    error = (out.double() - exact.output).abs()
-    worst = int((error / exact.allowed).argmax())
-    assert bool((error <= exact.allowed).all()), (
-        f"{what}: error {error.flatten()[worst]:.3g} > {exact.allowed.flatten()[worst]:.3g}"
-    )
+    fits = exact.output.abs() < 0.9 * torch.finfo(out.dtype).max  # projected values may be beyond float16
+    assert bool(out[fits].isfinite().all()), f"{what}: not finite for finite inputs"
+    error, allowed = (out.double() - exact.output).abs()[fits], exact.allowed[fits]
+    worst = int((error / allowed).argmax()) if error.numel() else 0
+    assert bool((error <= allowed).all()), f"{what}: error {error[worst]:.3g} > {allowed[worst]:.3g}"
 
 
 def full(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
@@ -78,9 +90,21 @@ def full(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     def moved(y: Inputs) -> Tensor:
         return built.run(replace(y, value=built.values(y)), method=target, impl="reference")
 
-    # 1e-5 in float32; the slope of arccos makes 4e-4 of it for parallel vectors.
-    size = size_of(built, wanted) * (200 if built.method.name == "yoso" else 5)
+    size = (
+        size_of(built, wanted) * 5 * (_slope_of_angles(built) if built.method.name == "yoso" else 1.0)
+    )  # 1e-5 in float32
     hold(what, found, wanted, size, None, lambda: noise_of(built, wanted, moved), case["n_k"])
+
+
+def _slope_of_angles(built: Built) -> float:
+    """Return 1 / sin of the smallest angle between a query and a key or its opposite; 40 for parallel ones.
+
+    An angle errs by the rounding of its cosine times this slope; 40 roundings of float32 are 4e-4 of a quarter turn.
+    """
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (built.wide().q, built.wide().k))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    cosine = float((q @ k.mT).abs().amax().clamp_max(1.0))
+    return float(min(max(1 - cosine * cosine, 1e-12) ** -0.5, 40.0))
 
 
 def _unchanged(built: Built, found: Tensor, wanted: Tensor, what: str) -> None:

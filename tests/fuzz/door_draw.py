@@ -14,7 +14,7 @@ import sparing
 from fuzz.door_inputs import CONTENTS, LAYOUTS, MASKS
 
 LENGTHS = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 33, 48, 64, 65, 100, 127, 130, 200, 257)
-WIDTHS = (1, 2, 3, 5, 8, 8, 16, 17, 20, 32, 64, 80, 128)
+WIDTHS = (0, 1, 2, 3, 5, 8, 8, 16, 17, 20, 32, 64, 80, 128)
 NUMBERS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 33, 64, 200)
 REALS = (0.0, 0.05, 0.25, 0.5, 1.0, 2.0, 8.0)
 SLOW = ("value_aware", "sampled")  #: oracles, which search among all keys
@@ -71,7 +71,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
         "method": str(method), "impl": rng.choice(("auto", "auto", "auto", "native", "reference")),
         "dtype": rng.choice(("float32", "float32", "float32", "float64", "bfloat16", "float16")),
         "batch": rng.choice((0, 1, 1, 1, 2, 2, 3)) if rng.random() < 0.3 else 2, "heads": groups * kv_heads,
-        "kv_heads": kv_heads, "n_q": n_q, "n_k": n_k, "d": rng.choice(WIDTHS), "e": rng.choice((*WIDTHS[:10], 33)),
+        "kv_heads": kv_heads, "n_q": n_q, "n_k": n_k, "d": rng.choice(WIDTHS), "e": rng.choice((*WIDTHS[:11], 33)),
         "causal": (can.causal or odd) and rng.random() < 0.4, "mask": None,
         "layout": rng.choice(("plain",) * 5 + LAYOUTS), "data": rng.randrange(2**31), "seed": rng.randrange(2**63),
     }  # fmt: skip
@@ -115,7 +115,7 @@ def _scale(rng: random.Random, case: dict[str, Any]) -> float | None:
         case["q"][1], case["k"][1] = size, 10.0 ** rng.uniform(-15, 15)
         wanted = rng.choice((1, 1, 1, -1)) / (case["q"][1] * case["k"][1])
         return math.copysign(min(max(abs(wanted), 1e-30), 1e30), wanted)
-    extreme = rng.choice((1, 1, -1)) * 10.0 ** rng.uniform(-30, 30)
+    extreme = rng.choice((1, 1, -1)) * 10.0 ** rng.choice((rng.uniform(-30, 30), rng.uniform(-320, -30)))
     return rng.choice([None] * 6 + [0.0, -0.0, 1.0, -0.5, 0.2, rng.uniform(0, 3), rng.uniform(-1, 0), extreme])
 
 
@@ -147,7 +147,9 @@ def _applies(name: str, case: dict[str, Any], can: sparing.Supports) -> bool:
     if name == "mates":
         return case["batch"] > 1 and case["layout"] != "expanded"
     if name == "gradient":
-        return can.gradient == "full" and case["dtype"] in ("float32", "float64")
+        return can.gradient == "full" and case["dtype"] in ("float32", "float64") and case["d"] > 0
+    if name == "nan":
+        return bool(case["d"])
     return True
 
 

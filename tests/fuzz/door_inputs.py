@@ -37,7 +37,7 @@ class Built:
     def scale(self) -> float:
         """The factor of the logits."""
         given = self.options["scale"]
-        return float(self.x.q.shape[-1] ** -0.5 if given is None else given)
+        return float(max(self.x.q.shape[-1], 1) ** -0.5 if given is None else given)
 
     @property
     def sees(self) -> Tensor:

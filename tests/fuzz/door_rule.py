@@ -78,11 +78,12 @@ def unclear(built: Built, case: dict[str, Any]) -> bool:
     For any method, rounding decides where one rounding of a logit counts, and between keys that are alike sooner.
     """
     alike, largest = [name for name in "qkv" if case[name][0] in ALIKE], largest_logit(built)
-    x = built.wide()
-    if x.q.numel() and (getattr(built.method, "kind", "") == "gaussian" or built.method.name == "skyformer"):
+    x, by_row = built.wide(), getattr(built.method, "normalize", "") == "row"
+    gaussian = getattr(built.method, "kind", "") == "gaussian" and not by_row
+    if x.q.numel() and (gaussian or built.method.name == "skyformer"):
         longest = max(float(x.q.square().sum(-1).amax()), float(x.k.square().sum(-1).amax()))
         if torch.finfo(torch.float64).eps * abs(built.scale) * longest > 1e-6:
-            return True  # distances round away the smaller of q and k, in the specification too
+            return True  # |q|^2 and |k|^2 do not cancel, and products round away what is left of a distance
     if built.method.name not in CHOOSING:
         eps = torch.finfo(door_truth.compute_type(built.x.q.dtype)).eps
         return eps * largest > (1e-2 if "k" in alike else 1.0)

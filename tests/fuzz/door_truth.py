@@ -44,7 +44,8 @@ def softmax(built: Built, floor: float = 16.0) -> Truth:
     output, lse, weights, logits, k, v = dense(built)
     noise = (x.q.shape[-1] + 4) * info.eps * abs(built.scale) * (x.q.abs() @ k.abs().mT)
     # Products below the smallest number vanish, be they formed with the scale or without.
-    noise = noise + x.q.shape[-1] * info.tiny * (1 + abs(built.scale) + k.abs().amax() + x.q.abs().amax())
+    if x.q.shape[-1]:
+        noise = noise + x.q.shape[-1] * info.tiny * (1 + abs(built.scale) + k.abs().amax() + x.q.abs().amax())
     if built.bias is not None:
         noise = noise + 4 * info.eps * built.bias.abs().masked_fill(built.bias == -torch.inf, 0.0)
     most = (logits + noise - _lse(logits - noise)).exp().clamp_max(1.0)
