@@ -350,6 +350,13 @@ def test_tables_that_no_memory_holds_are_refused_before_they_are_made(spec, knob
             sparing.method(spec)
 
 
+def test_a_projection_that_memory_cannot_hold_is_refused_before_it_is_drawn(monkeypatch):
+    monkeypatch.setattr("sparing.check._memory", lambda: 2.0**31)
+    q = torch.randn(1, 1, 2, 64)  # sums of 0.75 GiB; the projection is drawn in 2.5 GiB
+    with pytest.raises(MemoryError, match=r"random_features: features=1048576 needs tables .*; lower features"):
+        attention(q, q, q, method="random_features(features=1048576)", seed=0)
+
+
 @pytest.mark.parametrize("numbers", [2**50, 2**62])
 @pytest.mark.parametrize("call", [sparing.attention, sparing.inspect])
 def test_a_call_that_runs_out_of_memory_says_whose_and_what_to_do(call, numbers):

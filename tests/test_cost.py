@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sparing
 from sparing import native
 from sparing.maths import linear
+from sparing.measure import memory
 from sparing.method import Shape
 
 from largest import all_elements
@@ -187,3 +190,44 @@ def by_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 def test_a_loop_over_slices_is_not_linear():
     assert not grows_linearly(by_slices)
     assert not grows_linearly(lambda q, k, v: sparing.attention(q, k, v, method="kernel(kind=poly)", is_causal=True))
+
+
+# Memory
+
+
+PEAK = """
+import sys
+from contextlib import nullcontext
+import torch
+import sparing
+from sparing import native
+from sparing.measure import memory
+
+spec, plain, *sizes = sys.argv[1:]
+batch, heads, width = map(int, sizes)
+x = torch.randn(batch, heads, 1, width)
+with native.switched_off() if plain == "True" else nullcontext(), torch.no_grad():
+    sparing.attention(x[:1, :1], x[:1, :1], x[:1, :1], method="random_features(features=8)", seed=0)
+    print(memory.peak_extra_bytes(lambda: sparing.attention(x, x, x, method=spec, seed=0)))
+"""
+
+
+@pytest.mark.skipif(not memory.can_measure(), reason="this system does not tell a peak of memory")
+@pytest.mark.parametrize(
+    ("spec", "batch", "heads", "width"),
+    [
+        ("random_features(features=32768)", 1, 2, 64),  # the projection is the most
+        ("random_features(features=32768, orthogonal=False)", 1, 2, 64),
+        ("random_features(features=256)", 1, 8, 512),  # blocks beyond the features
+        ("random_features(features=8192)", 16, 2, 64),  # the tables are the most
+    ],
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_memory_of_random_features_is_what_a_call_takes(spec, batch, heads, width, plain):
+    """The model covers the peak of a call on one token, and no more than twice that; without kernels within 1.7 times."""
+    shape = Shape(batch=batch, heads=heads, queries=1, keys=1, head_dim=width, value_dim=width)
+    arguments = [spec, str(plain), *map(str, (batch, heads, width))]
+    done = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    model, found = sparing.method(spec).cost(shape).bytes, int(done.stdout)
+    assert 0.5 < found / model < (1.7 if plain else 1.1), f"model {model / 2**20:.0f} MiB, found {found / 2**20:.0f}"

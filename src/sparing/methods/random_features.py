@@ -99,7 +99,12 @@ class RandomFeatures(Method):
         f, units = self.features, shape.batch * shape.heads
         maps = (shape.queries + shape.keys) * f * (2 * shape.head_dim + 1)
         work = units * (maps + linear_flops(shape, f)) + shape.projection_flops
-        return Cost(work, 4.0 * units * f * (shape.queries + shape.keys + shape.value_dim), f)
+        # R is drawn and made orthogonal in float64, for all batch items at once, at a peak of 40 to 58 bytes per entry.
+        drawn = math.ceil(f / shape.head_dim) * shape.head_dim if self.orthogonal else f
+        drawing = 64.0 * shape.heads * drawn * shape.head_dim
+        # Then come R for each item, features, sums over tokens in two copies, and a block of features in a kernel.
+        sums = 4.0 * units * f * (shape.queries + shape.keys + 2 * shape.value_dim + shape.head_dim) + 768.0 * f
+        return Cost(work, max(drawing, sums), f)
 
 
 def _scaled(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
