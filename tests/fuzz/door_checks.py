@@ -17,7 +17,7 @@ from check_tools import gradients, tracked
 from checks_numbers import shape_of
 from fuzz import door_truth
 from fuzz.door_inputs import Built
-from fuzz.door_rule import CHOOSING, hold, noise_of, size_of, unclear
+from fuzz.door_rule import CHOOSING, FLOOR, hold, largest_logit, noise_of, size_of, unclear
 from inputs import Inputs
 
 
@@ -86,6 +86,11 @@ def full(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     wide = built.wide()
     value = wide.value if target.supports.projection else built.values(wide)
     wanted = built.run(replace(wide, value=value), method=target, impl="reference")
+
+    if found.dtype != torch.float64:  # rows whose total vanishes in this type are zeros, as the specification says
+        low = built.run(method=target, impl="reference")
+        gone = (found == 0).all(-1, keepdim=True) & (low == 0).all(-1, keepdim=True)
+        found = torch.where(gone, wanted.to(found.dtype), found)
 
     def moved(y: Inputs) -> Tensor:
         return built.run(replace(y, value=built.values(y)), method=target, impl="reference")
@@ -244,6 +249,7 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
     root = max(abs(built.scale) ** 0.5, float(built.method.name in ("kernel", "yoso")))  # some take no scale
     terms = root * v * torch.maximum(root * torch.maximum(q, k), torch.tensor(x.q.shape[-1] ** 0.5))
     natural = (terms, terms, 1.0)  # of terms that may cancel
+    gaussian = getattr(built.method, "kind", "") == "gaussian" and getattr(built.method, "normalize", "") == "row"
     for i, name in enumerate(("query", "key", "value")):
         if not bool(wanted[i].isfinite().all()) or not wanted[i].numel():
             continue  # beyond float64
@@ -254,6 +260,9 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
 
         what = f"{label}gradient of {name} against its specification in float64"
         size = torch.maximum(wanted[i].abs().amax(), weight.norm(dim=-1).amax() * natural[i])
+        if softmax or gaussian:  # torch's fused kernel forms weights from a rounded log-sum-exp in its backward pass
+            kind = door_truth.compute_type(found[i].dtype)
+            size = size * (1 + 4 * torch.finfo(kind).eps * largest_logit(built) / FLOOR[kind])
         hold(what, found[i], wanted[i], size, None if rough is None else rough[i], noise, case["n_k"], times=3.0)
 
 

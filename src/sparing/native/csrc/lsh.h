@@ -404,7 +404,7 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
     for (int64_t e = 0; e < call.width; ++e) delta[i] += out[e] * grad[e];
     bool shown = false;
     for (int64_t round = 0; round < call.rounds && !shown; ++round) shown = arcs[round].length[i] > 0;
-    if (shown || call.norm.total[unit * call.queries + i] == T(0)) continue;
+    if (shown || !call.itself || call.norm.total[unit * call.queries + i] == T(0)) continue;
     const T *q = call.q.at(item, head, i), *k = call.k.at(item, head, i);  // it saw its own key alone
     for (int64_t e = 0; e < call.width; ++e) grad_v[i * call.width + e] += grad[e];
     for (int64_t d = 0; d < call.depth; ++d) {
