@@ -72,12 +72,12 @@ sanitize: $(SANITIZED)
 # Random cases on every core; what fails is written to tests/fuzz/corpus, which the tests replay. See docs/fuzzing.md.
 FUZZ_SECONDS ?= 300
 fuzz: $(KERNELS) $(SANITIZED)
-	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS)
-	$(IN_SANITIZED) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $$(($(FUZZ_SECONDS) / 4)) --fuzzers kernels
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+	$(IN_SANITIZED) $(BIN)/python -m tests.fuzz --seconds $$(($(FUZZ_SECONDS) / 4)) --fuzzers kernels
 
 # Kill -9, full disks and damaged bytes at length, with the table of docs/faults.md; five to twenty minutes.
 faults: $(KERNELS)
-	$(BIN)/python tests/faults
+	$(BIN)/python -m tests.faults
 
 clean:
 	rm -rf .venv build dist src/sparing/native/_kernels*.so src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

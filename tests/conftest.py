@@ -6,8 +6,8 @@ import pytest
 @pytest.fixture(scope="session")
 def minilm_layers():
     """Six layers, one text of 128 tokens: `query`, `key` [1, 12, 128, 32] and `value`, a Projection."""
-    from sparing.measure.capture import capture
-    from sparing.tasks import minilm
+    from sparing import minilm
+    from sparing.workbench.capture import capture
 
     encoder = minilm.load()
     return capture(encoder.model, input_ids=minilm.token_ids(encoder, length=128, documents=1))

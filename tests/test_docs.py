@@ -8,9 +8,8 @@ from pathlib import Path
 
 import sparing
 from sparing.report.markdown import page
-
-from checks import CHECKS
-from methods import Row
+from tests.support.common_checks import CHECKS
+from tests.support.method_table import Row
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +36,7 @@ def test_the_readme_shows_both_commands():
 
 
 def test_the_method_in_contributing_passes_the_checks(monkeypatch):
-    module = sys.modules["sparing.method"]
+    module = sys.modules["sparing.contract"]
     monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
     code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S).group(1)
     names = {"dataclass": dataclass, "Method": sparing.Method, "Supports": sparing.Supports, "Cost": sparing.Cost}

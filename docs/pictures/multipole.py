@@ -14,7 +14,7 @@ import torch
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
-from sparing.maths.clusters import cluster, factor, moments, spread_out
+from sparing.methods.multipole.clusters import cluster, factor, moments, spread_out
 from sparing.methods.multipole import Multipole
 
 COLOURS = (
@@ -219,7 +219,7 @@ def growing() -> None:
 
 
 #: (keys and summaries read, error) on MiniLM, from `sparing compare` and, for what is read,
-#: `python -m sparing.measure.swap minilm --documents 2`; both with `--methods` and the specs below.
+#: `python -m sparing.workbench.swap minilm --documents 2`; both with `--methods` and the specs below.
 MINILM = {
     "multipole(clusters, keys, window=16)": [
         (44, 0.2824), (78, 0.1283), (109, 0.0738), (148, 0.0430), (222, 0.0196),

@@ -3,19 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparing import methods as _methods  # noqa: F401  (registers the methods)
-from sparing import nn, oracles
-from sparing.attention import Inspection, attention, inspect
+from sparing import methods, nn, oracles
+from sparing.contract import Cost, Method, Projection, Shape, Supports, Unsupported, list_methods, method
+from sparing.functional import Inspection, attention, inspect
 from sparing.index import Index
-from sparing.method import Cost, Method, Projection, Shape, Supports, Unsupported, method, methods
-from sparing.spec import split_specs
 from sparing.version import __version__
 
 if TYPE_CHECKING:
     from sparing import transformers
-    from sparing.measure.compare import compare
-    from sparing.planning.plan import plan
     from sparing.transformers import Recipe, approximate, extend_positions
+    from sparing.workbench.comparison.compare import compare
+    from sparing.workbench.planning.plan import plan
 
 __all__ = [
     "Cost",
@@ -33,18 +31,18 @@ __all__ = [
     "compare",
     "extend_positions",
     "inspect",
+    "list_methods",
     "method",
     "methods",
     "nn",
     "oracles",
     "plan",
-    "split_specs",
     "transformers",
 ]
 
 #: What needs transformers, which is imported when one of these is first used.
 _LAZY = ("Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")
-_ELSEWHERE = {"compare": "sparing.measure.compare", "plan": "sparing.planning.plan"}
+_ELSEWHERE = {"compare": "sparing.workbench.comparison.compare", "plan": "sparing.workbench.planning.plan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m sparing` is the `sparing` command."""
 
-from sparing.cli import main
+from sparing.cli.main import main
 
 raise SystemExit(main())

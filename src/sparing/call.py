@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from sparing.contract import Past
 from sparing.draws import Draws
-from sparing.method import Past
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparing.method import Method, Projection, Shape, Unsupported
+from sparing.contract import Method, Projection, Shape, Unsupported
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.method import Method, Projection, method, methods
+from sparing.contract import Method, Projection, list_methods, method
 
 Run = Any  # the door's implementation; passed in to keep imports one-way
 
@@ -31,7 +31,7 @@ def serve(run: Run) -> None:
 def spec_of(chosen: str | Method) -> str | None:
     """The spec string of a method, also while tracing; None for a method that spec strings cannot name."""
     found = method(chosen)
-    return str(found) if methods().get(found.name) is type(found) else None
+    return str(found) if list_methods().get(found.name) is type(found) else None
 
 
 def _value(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Projection:

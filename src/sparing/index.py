@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sparing.attention import inspect, memory_errors_named
 from sparing.call import Call
+from sparing.contract import Method, Past, Unsupported, list_methods
+from sparing.contract import method as _method
 from sparing.draws import Draws
-from sparing.method import Method, Past, Unsupported, methods
-from sparing.method import method as _method
+from sparing.functional import inspect, memory_errors_named
 from sparing.quarantine import LARGEST_SCALE, is_moderate, limit_of, quarantine
 
 _WIDE = (torch.float32, torch.float64)  #: types that methods compute in
@@ -52,7 +52,7 @@ class Index:
     ) -> None:
         self.method = _method(method)
         if not self.method.supports.decode:
-            able = ", ".join(name for name, cls in methods().items() if cls.supports.decode)
+            able = ", ".join(name for name, cls in list_methods().items() if cls.supports.decode)
             raise Unsupported(f"method: {self.method.name} cannot continue a cache; methods that can: {able}")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"seed={seed!r} must be an integer or None")

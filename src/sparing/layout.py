@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparing.method import Projection
+from sparing.contract import Projection
 
 
 class Layout(NamedTuple):

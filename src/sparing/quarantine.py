@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.method import Method, Projection
+from sparing.contract import Method, Projection
 
 LARGEST_SCALE = 1e8  #: of float32 calls; beyond, a call is computed in float64
 

@@ -1,6 +1,6 @@
 """`make faults`: kill, fill and damage, at length; prints the table of docs/faults.md.
 
-python tests/faults [COMMAND ...] [--kills N] [--damages N] [--seed N]
+python -m tests.faults [COMMAND ...] [--kills N] [--damages N] [--seed N]
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "transformers")]
-
-from fault_damage import KINDS, damage  # noqa: E402
-from fault_disks import Disks, can_mount  # noqa: E402
-from fault_kills import Kills  # noqa: E402
-from fault_reruns import Reruns  # noqa: E402
-from fault_scenarios import KEPT, SCENARIOS, prepare  # noqa: E402
-from fault_server import Server  # noqa: E402
+from tests.faults.damage import KINDS, damage
+from tests.faults.disks import Disks, can_mount
+from tests.faults.kills import Kills
+from tests.faults.reruns import Reruns
+from tests.faults.scenarios import KEPT, SCENARIOS, prepare
+from tests.faults.server import Server
 
 PAGE = 4096
 FREE = [0, PAGE, 2 * PAGE, 4 * PAGE, 8 * PAGE, 16 * PAGE, 64 * PAGE, 2 * 2**20, 8 * 2**20]
@@ -46,7 +43,7 @@ def main() -> None:
     parser.add_argument("--damages", type=int, default=2000, help="of each kind of file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    from sparing.measure.machine import machine
+    from sparing.workbench.machine import machine
 
     here: dict[str, Any] = machine()
     say(f"{here['cpu']}, torch {here['torch']}, transformers {here['transformers']}, seed {options.seed}\n")

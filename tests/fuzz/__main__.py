@@ -1,4 +1,4 @@
-"""`python -m fuzz`: draw cases on every core for some time, write down what fails, and count."""
+"""`python -m tests.fuzz`: draw cases on every core for some time, write down what fails, and count."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from fuzz import cases, worker
+from tests.fuzz import cases, worker
 
 LIMIT = 120.0  #: seconds after which a case counts as one that does not return
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 1 if anything was found."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300, help="how long to draw cases (default 300)")
     parser.add_argument("--fuzzers", default=",".join(cases.available()), help="names, separated by commas")
     parser.add_argument("--seed", type=int, default=None, help="of the cases (default: from the clock; printed)")
@@ -96,7 +96,7 @@ class Slot:
         self.folder.mkdir()
         self.told, self.born = 0, time.time()
         command = [
-            sys.executable, "-m", "fuzz.worker", str(self.folder), str(self.corpus), ",".join(self.names),
+            sys.executable, "-m", "tests.fuzz.worker", str(self.folder), str(self.corpus), ",".join(self.names),
             f"{self.seed}/{self.number}/{self.lives}", str(seconds),
         ]  # fmt: skip
         # One thread each: the processes share the cores.

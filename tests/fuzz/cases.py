@@ -40,7 +40,7 @@ def available() -> list[str]:
 
 def load(name: str) -> Fuzzer:
     """Return the fuzzer of that name."""
-    module: Any = importlib.import_module(f"fuzz.{name}")
+    module: Any = importlib.import_module(f"tests.fuzz.{name}")
     assert name == module.NAME
     return module
 

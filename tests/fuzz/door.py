@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from sparing import Unsupported
-
-from fuzz import door_draw, door_invalid
-from fuzz.cases import Refused
-from fuzz.door_checks import CHECKS
-from fuzz.door_inputs import Built, build
+from tests.fuzz import door_draw, door_invalid
+from tests.fuzz.cases import Refused
+from tests.fuzz.door_checks import CHECKS
+from tests.fuzz.door_inputs import Built, build
 
 NAME = "door"
 

@@ -12,13 +12,12 @@ from torch import Tensor
 import sparing
 from sparing import Unsupported
 from sparing.methods.exact import Exact
-
-from check_tools import gradients, tracked
-from checks_numbers import shape_of
-from fuzz import door_truth
-from fuzz.door_inputs import Built
-from fuzz.door_rule import CHOOSING, FLOOR, hold, largest_logit, noise_of, size_of, unclear
-from inputs import Inputs
+from tests.fuzz import door_truth
+from tests.fuzz.door_inputs import Built
+from tests.fuzz.door_rule import CHOOSING, FLOOR, hold, largest_logit, noise_of, size_of, unclear
+from tests.support.check_tools import gradients, tracked
+from tests.support.inputs import Inputs
+from tests.support.number_checks import shape_of
 
 
 def _is_softmax(method: sparing.Method) -> bool:

@@ -10,8 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import sparing
-
-from fuzz.door_inputs import CONTENTS, LAYOUTS, MASKS
+from tests.fuzz.door_inputs import CONTENTS, LAYOUTS, MASKS
 
 LENGTHS = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 33, 48, 64, 65, 100, 127, 130, 200, 257)
 WIDTHS = (0, 1, 2, 3, 5, 8, 8, 16, 17, 20, 32, 64, 80, 128)
@@ -61,7 +60,7 @@ def _size(rng: random.Random) -> float:
 
 def draw(rng: random.Random) -> dict[str, Any]:
     """Draw a case: mostly one that the method supports, sometimes one that it must refuse."""
-    method = settings(rng, rng.choice(list(sparing.methods().values())))
+    method = settings(rng, rng.choice(list(sparing.list_methods().values())))
     can, odd = method.supports, rng.random() < 0.05
     kv_heads = rng.choice((1, 1, 2, 3))
     groups = rng.choice((1, 1, 2, 3)) if can.gqa or odd else 1

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import sparing
 from sparing import Projection
-
-from inputs import Inputs
+from tests.support.inputs import Inputs
 
 CONTENTS = ("normal", "constant", "duplicates", "zeros", "one_hot", "integers", "spread")
 LAYOUTS = ("plain", "columns", "transposed", "heads_last", "sliced", "expanded")

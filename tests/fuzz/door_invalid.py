@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import sparing
-
-from fuzz.cases import Refused
+from tests.fuzz.cases import Refused
 
 ERRORS = (ValueError, TypeError, MemoryError)  # Unsupported is a ValueError
 
@@ -96,7 +95,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
         huge = rng.choice([n for n in (2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64, 10**40) if n >= least])
         return {"invalid": "budget", "method": budget.format(huge), "causal": rng.random() < 0.3}
     if rng.random() < 0.2:
-        able = [name for name, cls in sparing.methods().items() if cls.supports.attn_mask == "any"]
+        able = [name for name, cls in sparing.list_methods().items() if cls.supports.attn_mask == "any"]
         return {"invalid": "NaN in attn_mask", "method": rng.choice(able), "impl": rng.choice(("auto", "reference"))}
     return {"invalid": rng.choice(list(INVALID))}
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz import door_truth
-from fuzz.door_inputs import Built
-from inputs import Inputs
+from tests.fuzz import door_truth
+from tests.fuzz.door_inputs import Built
+from tests.support.inputs import Inputs
 
 #: Methods that choose keys or count samples by comparing numbers: near ties may fall to either side in float32.
 CHOOSING = ("multipole", "top_keys", "value_aware", "sampled", "monte_carlo")

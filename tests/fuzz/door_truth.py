@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fuzz.door_inputs import Built
+from tests.fuzz.door_inputs import Built
 
 
 class Truth(NamedTuple):

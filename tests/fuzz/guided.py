@@ -1,4 +1,4 @@
-"""The parsers under a coverage-guided fuzzer: `PYTHONPATH=src:tests python -m fuzz.guided --target specs --seconds 60`.
+"""The parsers under a coverage-guided fuzzer: `python -m tests.fuzz.guided --target specs --seconds 60`.
 
 Needs atheris (`pip install atheris`), which makes bytes and keeps those that reach new lines of sparing. They become
 the text of a case, or the random choices by which one is drawn; `parsers.check` judges. What fails is made simpler and
@@ -61,7 +61,7 @@ def seeds(target: str, folder: Path, parsers) -> None:
 
 def main() -> None:
     """Fuzz one target; ends at the first finding."""
-    asked = argparse.ArgumentParser(prog="python -m fuzz.guided", description=__doc__)
+    asked = argparse.ArgumentParser(prog="python -m tests.fuzz.guided", description=__doc__)
     asked.add_argument("--target", required=True)
     asked.add_argument("--seconds", type=int, default=60)
     asked.add_argument("--inputs", type=Path, help="folder in which inputs that reach new lines are kept")
@@ -74,7 +74,7 @@ def main() -> None:
     import transformers  # noqa: F401
 
     with atheris.instrument_imports(include=["sparing"]):
-        from fuzz import cases, parsers
+        from tests.fuzz import cases, parsers
 
     if options.target not in parsers.TARGETS:
         raise SystemExit(f"--target={options.target!r} is not one of {', '.join(parsers.TARGETS)}")

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 import sparing
-
-from fuzz.index_draw import Step, draw, shrink
-from fuzz.index_inputs import drawn, laid, shown
+from tests.fuzz.index_draw import Step, draw, shrink
+from tests.fuzz.index_inputs import drawn, laid, shown
 
 __all__ = ["NAME", "calls", "check", "draw", "shrink"]
 

@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparing
 from sparing import native
-
-from check_tools import gradients, tracked
-from fuzz.cases import Refused
-from fuzz.door_inputs import build
+from tests.fuzz.cases import Refused
+from tests.fuzz.door_inputs import build
+from tests.support.check_tools import gradients, tracked
 
 NAME = "kernels"
 

@@ -21,15 +21,14 @@ from pathlib import Path
 from unittest import mock
 
 import sparing
-from sparing.cli import main
-from sparing.measure.verdict import Comparison
+from sparing import documents, spec
+from sparing.cli.main import main
 from sparing.report.page import page
 from sparing.store import Store, verify_checksum
-from sparing.tasks import documents
 from sparing.transformers.recipe import Recipe
-
-from comparisons import example
-from fuzz import hostile
+from sparing.workbench.comparison.verdict import Comparison
+from tests.fuzz import hostile
+from tests.support.comparisons import example
 
 NAME = "parsers"
 
@@ -126,11 +125,11 @@ def _refused(error: Exception, names: tuple[str, ...]) -> None:
 
 def _specs(case: dict, folder: Path) -> None:
     text = case["text"]
-    assert all(isinstance(part, str) for part in sparing.split_specs(text))
+    assert all(isinstance(part, str) for part in spec.split_specs(text))
     try:
         found = sparing.method(text)
     except Exception as error:
-        return _refused(error, ("method:", *sparing.methods()))
+        return _refused(error, ("method:", *sparing.list_methods()))
     again = sparing.method(str(found))
     assert again == found, f"{found} parses to {again}"
     return None

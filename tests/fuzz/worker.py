@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from fuzz import cases
+from tests.fuzz import cases
 
 MEMORY = 8 * 2**30  #: bytes of address space: a case that takes more fails by itself instead of with the machine
 KEPT = 2  #: findings of one kind that are written; more are counted
@@ -55,7 +55,7 @@ def dies(room: Path, name: str, case: cases.Case, limit: float) -> str | None:
     path = cases.write(room, name, case, "")
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "fuzz", "--replay", str(path)], timeout=limit, capture_output=True, check=False
+            [sys.executable, "-m", "tests.fuzz", "--replay", str(path)], timeout=limit, capture_output=True, check=False
         )
     except subprocess.TimeoutExpired:
         return "did not return"

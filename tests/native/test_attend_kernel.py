@@ -5,8 +5,7 @@ import torch
 
 from sparing import native
 from sparing.native.attend import attend
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -8,10 +8,9 @@ import pytest
 
 import sparing
 from sparing import Projection, native
-
-from inputs import Inputs, keys_mask, make, padding, run
-from kernel_tools import every_instruction_set, needs_kernels, no_worse
-from methods import ROWS, Row
+from tests.support.inputs import Inputs, keys_mask, make, padding, run
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse
+from tests.support.method_table import ROWS, Row
 
 pytestmark = needs_kernels
 

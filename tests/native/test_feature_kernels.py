@@ -7,8 +7,7 @@ import sparing
 from sparing import native
 from sparing.native.causal_features import feature_causal
 from sparing.native.features import Map, feature_mix, feature_sums
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernel_tools import no_worse, same_for_any_threads
+from tests.support.kernel_checks import no_worse, same_for_any_threads
 
 X = torch.linspace(-2, 2, 60).view(3, 20)
 

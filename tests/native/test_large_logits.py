@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from sparing import native
+from sparing.methods.lsh.native import lsh
+from sparing.methods.window.native import window
 from sparing.native.attend import attend
-from sparing.native.lsh import lsh
-from sparing.native.window import window
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse
 
 pytestmark = needs_kernels
 

@@ -14,10 +14,9 @@ from torch.autograd import forward_ad
 
 import sparing
 from sparing import native
-from sparing.methods.window import Window
+from sparing.methods.window.method import Window
 from sparing.native import library
-
-from kernel_tools import needs_kernels
+from tests.support.kernel_checks import needs_kernels
 
 
 def fresh(code, **environment):

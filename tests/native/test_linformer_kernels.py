@@ -7,10 +7,9 @@ import sparing
 from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws, checksum
-from sparing.methods.linformer import Linformer
-from sparing.native.signs import sign_projection
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from sparing.methods.linformer.method import Linformer
+from sparing.methods.linformer.native import sign_projection
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 SIGNS = checksum("linformer.signs")

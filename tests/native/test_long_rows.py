@@ -14,11 +14,10 @@ import torch
 
 import sparing
 from sparing import native
+from sparing.methods.monte_carlo.native import received
+from sparing.methods.multipole.native import near_step
 from sparing.native.attend import attend
-from sparing.native.multipole import near_step
-from sparing.native.projection import received
-
-from kernel_tools import Yardstick, needs_kernels
+from tests.support.kernel_checks import Yardstick, needs_kernels
 
 pytestmark = needs_kernels
 

@@ -6,10 +6,9 @@ import torch
 import sparing
 from sparing import native
 from sparing.maths.hashing import rotation_buckets
-from sparing.native import lsh as kernels
-from sparing.native.lsh import lsh
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from sparing.methods.lsh import native as kernels
+from sparing.methods.lsh.native import lsh
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -9,11 +9,10 @@ import sparing
 from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws
-from sparing.maths import clusters, poles
-from sparing.methods.multipole import Multipole, native_cluster
-from sparing.native import multipole as kernels
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from sparing.methods.multipole import clusters, poles
+from sparing.methods.multipole import native as kernels
+from sparing.methods.multipole.method import Multipole, native_cluster
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -9,10 +9,9 @@ import torch
 
 import sparing
 from sparing import native
-from sparing.methods.multipole_past import MultipolePast
-from sparing.native.past import StepPast
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from sparing.methods.multipole.past import MultipolePast
+from sparing.methods.multipole.step_past import StepPast
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

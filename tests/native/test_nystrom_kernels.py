@@ -6,10 +6,9 @@ import torch
 import sparing
 from sparing import native
 from sparing.maths import linalg, segments
-from sparing.native.inverse import inverse_iteration
+from sparing.methods.nystrom.native import inverse_iteration
 from sparing.native.segments import segment_means
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 
@@ -55,7 +54,7 @@ def middle(m, matrices=6):
     """Softmax matrices and the start of the iteration."""
     gen = torch.Generator().manual_seed(m)
     a = torch.randn(2, matrices // 2, m, m, generator=gen).softmax(-1)
-    return a, sparing.methods()["nystrom"].start(a)
+    return a, sparing.list_methods()["nystrom"].start(a)
 
 
 @every_instruction_set

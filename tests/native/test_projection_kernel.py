@@ -6,12 +6,11 @@ import torch
 import sparing
 from sparing import Projection, native
 from sparing.draws import Draws
-from sparing.maths.sampling import draw_features, feature_law, purpose, sampled_product
-from sparing.native.projection import received, sampled_projection
-
-from inputs import keys_mask, padding
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
-from largest import largest_tensor
+from sparing.methods.monte_carlo.native import received, sampled_projection
+from sparing.methods.monte_carlo.sampling import draw_features, feature_law, purpose, sampled_product
+from tests.support.allocations import largest_tensor
+from tests.support.inputs import keys_mask, padding
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -5,8 +5,7 @@ import torch
 
 from sparing import native
 from sparing.draws import Draws
-
-from kernel_tools import needs_kernels, same_for_any_threads
+from tests.support.kernel_checks import needs_kernels, same_for_any_threads
 
 pytestmark = needs_kernels
 

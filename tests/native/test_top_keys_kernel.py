@@ -5,10 +5,9 @@ import torch
 
 import sparing
 from sparing import native
-from sparing.native.top_keys import top_keys
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
-from largest import largest_tensor
+from sparing.oracles.native import top_keys
+from tests.support.allocations import largest_tensor
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -5,9 +5,8 @@ import torch
 
 import sparing
 from sparing import native
-from sparing.native.window import window
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from sparing.methods.window.native import window
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

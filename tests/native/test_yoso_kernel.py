@@ -7,10 +7,9 @@ import sparing
 from sparing import native
 from sparing.draws import checksum
 from sparing.maths.linalg import unit_rows
-from sparing.methods.yoso import Yoso
-from sparing.native.yoso import codes, collision_sums
-
-from kernel_tools import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from sparing.methods.yoso.method import Yoso
+from sparing.methods.yoso.native import codes, collision_sums
+from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from zoo import build
+from tests.support.model_zoo import build
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,7 +16,7 @@ def quiet():
 @pytest.fixture(scope="session")
 def minilm():
     """MiniLM and two texts of 512 tokens."""
-    from sparing.tasks import minilm
+    from sparing import minilm
 
     encoder = minilm.load()
     return SimpleNamespace(model=encoder.model, ids=minilm.token_ids(encoder))

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import sparing
-
-from zoo import build, inputs, run
+from tests.support.model_zoo import build, inputs, run
 
 CASES = [
     ("bert", "nystrom(landmarks=4)"),

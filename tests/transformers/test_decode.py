@@ -10,9 +10,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import sparing
-
-from decoding import COVERING, MODELS, NEW, SMALL, feed, generate, indices, prompt, started
-from zoo import TOKENS, build, tokens
+from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, indices, prompt, started
+from tests.support.model_zoo import TOKENS, build, tokens
 
 WAYS = {
     "greedy": {},
@@ -40,7 +39,7 @@ def test_a_budget_of_everything_generates_the_same_tokens(name, way):
 
 
 def test_an_encoder_decoder_decodes_too():
-    from zoo import ENCODER_DECODER
+    from tests.support.model_zoo import ENCODER_DECODER
 
     torch.manual_seed(0)
     config = transformers.BartConfig(**TOKENS, **ENCODER_DECODER, forced_eos_token_id=None)

@@ -13,9 +13,8 @@ from transformers import DynamicCache, StaticCache
 
 import sparing
 from sparing.transformers.cache import IndexedLayer
-
-from decoding import COVERING, NEW, SMALL, crop, feed, generate, indices, prompt, started
-from zoo import build, tokens
+from tests.support.decoding import COVERING, NEW, SMALL, crop, feed, generate, indices, prompt, started
+from tests.support.model_zoo import build, tokens
 
 
 def test_crop_goes_on_with_fewer_tokens():

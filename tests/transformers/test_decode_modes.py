@@ -12,9 +12,8 @@ import torch
 from transformers import DynamicCache
 
 import sparing
-
-from decoding import SMALL, crop, indices
-from zoo import build, tokens
+from tests.support.decoding import SMALL, crop, indices
+from tests.support.model_zoo import build, tokens
 
 MODES = {"plain": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 MIXED = list(product(("plain", "inference"), ("plain", "inference"), MODES))  # of the prompt, what is done to it, steps

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import sparing
-
-from zoo import CAUSAL, THROUGH_THE_HOOK, build, inputs, run, tokens, valid
+from tests.support.model_zoo import CAUSAL, THROUGH_THE_HOOK, build, inputs, run, tokens, valid
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_HOOK)

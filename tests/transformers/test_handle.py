@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import sparing
 from sparing.transformers.slot import slot_of
-
-from zoo import CONFIGS, build, inputs, run, state, tokens
+from tests.support.model_zoo import CONFIGS, build, inputs, run, state, tokens
 
 LAYER = "encoder.layer.{}.attention.self"
 

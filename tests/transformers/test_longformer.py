@@ -12,10 +12,9 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 import sparing
 import sparing.native
 from sparing.draws import Draws
-from sparing.methods.monte_carlo import MonteCarlo
+from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.transformers import longformer as adapter
-
-from zoo import build, run, tokens, valid
+from tests.support.model_zoo import build, run, tokens, valid
 
 REACH = 4  # the zoo's window of 8 tokens, to either side
 

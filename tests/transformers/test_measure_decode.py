@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from sparing.measure import decode as measured
-
-from zoo import build, tokens
+from sparing.workbench import decode as measured
+from tests.support.model_zoo import build, tokens
 
 SMALL = "multipole(clusters=4, keys=4, window=0, sinks=0, chunk=16)"
 

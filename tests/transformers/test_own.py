@@ -12,8 +12,7 @@ from transformers.models.yoso import modeling_yoso
 import sparing
 import sparing.transformers
 from sparing.transformers import own
-
-from zoo import build, inputs, run, tokens, valid
+from tests.support.model_zoo import build, inputs, run, tokens, valid
 
 MODELS = {
     "mpnet": ("top_keys(keys=3)", "monte_carlo(alpha=2.0)", "exact"),

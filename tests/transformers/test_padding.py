@@ -5,9 +5,8 @@ import torch
 
 import sparing
 from sparing.transformers import hook
-
-from methods import ROWS
-from zoo import build, inputs, run, valid
+from tests.support.method_table import ROWS
+from tests.support.model_zoo import build, inputs, run, valid
 
 SPECS = [row.spec for row in ROWS if row.supports.key_padding]
 CAUSAL_SPECS = [row.spec for row in ROWS if row.supports.key_padding and row.supports.causal]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparing import Unsupported
-from sparing.tasks import minilm
+from sparing import Unsupported, minilm
 from sparing.transformers.positions import extend_positions
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertForSequenceClassification
 
 import sparing
-
-from zoo import build, inputs, run
+from tests.support.model_zoo import build, inputs, run
 
 CASES = [
     ("bert", "random_features(features=8)", AutoModel),

@@ -7,8 +7,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sparing
-
-from zoo import build, inputs, run, state, tokens
+from tests.support.model_zoo import build, inputs, run, state, tokens
 
 
 class Ignores(nn.Module):

@@ -9,8 +9,7 @@ import torch
 import transformers
 
 import sparing
-
-from zoo import SMALL, TOKENS, build, inputs, run, state, tokens
+from tests.support.model_zoo import SMALL, TOKENS, build, inputs, run, state, tokens
 
 WINDOW = "window(size=4)"
 

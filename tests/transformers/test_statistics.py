@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import sparing
-from sparing.measure.capture import capture
-
-from zoo import build, inputs, run
+from sparing.workbench.capture import capture
+from tests.support.model_zoo import build, inputs, run
 
 
 def padded(length, valid):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from sparing.measure import swap as measured
-
-from zoo import build, tokens
+from sparing.workbench import swap as measured
+from tests.support.model_zoo import build, tokens
 
 
 def test_cosines_of_an_encoder(minilm):

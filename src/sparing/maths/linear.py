@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
+from sparing.contract import Shape
 from sparing.maths.dense import divide_rows, finite_or_zero
 from sparing.maths.long_sums import rows_times, sum_products
-from sparing.method import Shape
 
 BLOCK = 64  #: queries and keys that a causal sum multiplies densely
 

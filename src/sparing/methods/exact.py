@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparing.call import Call
+from sparing.contract import Cost, Method, Shape, Supports
 from sparing.draws import fold
 from sparing.maths import dense
-from sparing.method import Cost, Method, Shape, Supports
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
+from sparing.contract import Cost, Method, Shape, Supports, knob
 from sparing.maths import dense
 from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, linear_flops, plain_sums
-from sparing.method import Cost, Method, Shape, Supports, knob
 from sparing.native.causal_features import feature_causal
 from sparing.native.features import Map, feature_mix, feature_sums
 

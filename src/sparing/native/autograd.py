@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparing.maths.derivatives import refuse
+from sparing.native.derivatives import refuse
 from sparing.native.library import schemas
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparing.attention import attention
-from sparing.method import Method, Projection, Unsupported
-from sparing.method import method as _method
+from sparing.contract import Method, Projection, Unsupported
+from sparing.contract import method as _method
+from sparing.functional import attention
 
 
 class MultiheadAttention(nn.Module):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sparing.method import Method, Unsupported
-from sparing.method import method as _method
+from sparing.contract import Method, Unsupported
+from sparing.contract import method as _method
 from sparing.nn.attention import MultiheadAttention
 
 NORMS = ("pre", "post")

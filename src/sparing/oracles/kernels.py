@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.method import Method, Supports
+from sparing.contract import Method, Supports
 
 
 def weights_of(kernel: Method, q: Tensor, k: Tensor, call: Call) -> Tensor:

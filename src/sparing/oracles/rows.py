@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
-from sparing.method import Shape
+from sparing.contract import Shape
 
 _PAIRS = 2**22  # logits held at a time
 

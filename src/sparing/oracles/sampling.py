@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
+from sparing.contract import Cost, Method, Shape, Supports, knob
 from sparing.maths import dense
-from sparing.method import Cost, Method, Shape, Supports, knob
 from sparing.oracles.rows import blocks, pairs_held
 
 _FLOOR = 0.1  # of the mean size: no key is sampled less often than if its value had this size

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparing.call import Call
+from sparing.contract import Cost, Method, Shape, Supports, knob
 from sparing.maths import dense
-from sparing.method import Cost, Method, Shape, Supports, knob
-from sparing.native.top_keys import top_keys
 from sparing.oracles.convex import value_aware
+from sparing.oracles.native import top_keys
 from sparing.oracles.nearest import largest
 from sparing.oracles.rows import blocks, pairs_held
 

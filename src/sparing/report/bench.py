@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from sparing.measure.results import (
+from sparing.report.terminal import Terminal
+from sparing.workbench.benchmark.results import (
     PEER_TARGET,
     PEER_TARGET_LENGTH,
     SDPA,
@@ -18,8 +19,7 @@ from sparing.measure.results import (
     Target,
     baseline,
 )
-from sparing.measure.timing import Interval
-from sparing.report.terminal import Terminal
+from sparing.workbench.timing import Interval
 
 
 def show(bench: Bench, *, console: Terminal | None = None) -> None:

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from sparing.from_json import parse
-from sparing.measure.results import SDPA, SDPA_BF16, SDPA_PROJECTION, Bench
 from sparing.report.bench import sides
 from sparing.store import add_checksum, verify_checksum, write_files
+from sparing.workbench.benchmark.results import SDPA, SDPA_BF16, SDPA_PROJECTION, Bench
 
 
 def write(bench: Bench, result: Path, picture: Path) -> tuple[list[Path], str]:

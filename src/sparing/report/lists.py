@@ -7,7 +7,7 @@ import inspect
 from rich import box
 from rich.table import Table
 
-from sparing.method import Method, Supports, methods
+from sparing.contract import Method, Supports, list_methods
 from sparing.transformers.recipe import Recipe
 
 LETTERS = {
@@ -30,7 +30,7 @@ def methods_table() -> Table:
     )  # fmt: skip
     for name in ("method", "budget", "can", "what it is"):
         table.add_column(name, no_wrap=name != "what it is")
-    for name, method in methods().items():
+    for name, method in list_methods().items():
         star = " *" if method.oracle else ""
         table.add_row(name + star, method.budget or "-", capabilities(method.supports), _first_line(method))
     return table

@@ -6,7 +6,7 @@ import inspect
 import sys
 from dataclasses import fields
 
-from sparing.method import Method, Supports, methods
+from sparing.contract import Method, Supports, list_methods
 
 _HEAD = """# Methods
 
@@ -43,7 +43,7 @@ def capability_table() -> str:
         "seeded",
     ]
     lines = ["| " + " | ".join([*columns, "training-free"]) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, method in methods().items():
+    for name, method in list_methods().items():
         can = method.supports
         parts = [
             f"`{name}`" + (" (oracle)" if method.oracle else ""), f"`{method.budget}`" if method.budget else "-",
@@ -58,7 +58,7 @@ def capability_table() -> str:
 def page() -> str:
     """The whole page."""
     parts = [_HEAD, capability_table(), ""]
-    for name, method in methods().items():
+    for name, method in list_methods().items():
         defaults = ", ".join(f"{f.name}={f.default!r}" for f in fields(method))
         parts += [f"## `{name}({defaults})`" if defaults else f"## `{name}`", "", _body(method), ""]
     return "\n".join(parts)

@@ -7,11 +7,11 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from sparing.measure.verdict import FASTER, SLOWER, Comparison, Row
 from sparing.report.numbers import finite
 from sparing.report.page_charts import charts, left_out
 from sparing.report.page_table import exact_memory, exact_scores, full_table, heat_map
 from sparing.report.printable import printable
+from sparing.workbench.comparison.verdict import FASTER, SLOWER, Comparison, Row
 
 #: In this order: the table must work even if a chart does not.
 _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "crossover", "heads")

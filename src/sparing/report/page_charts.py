@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparing.measure.estimate import Estimate
-from sparing.measure.timing import Interval
-from sparing.measure.verdict import ORACLE, Comparison, Row, rounded
 from sparing.report.numbers import finite, short_names
+from sparing.workbench.comparison.verdict import ORACLE, Comparison, Row, rounded
+from sparing.workbench.estimate import Estimate
+from sparing.workbench.timing import Interval
 
 
 def charts(found: Comparison) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from sparing.measure.estimate import Estimate
-from sparing.measure.timing import Interval
-from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
 from sparing.report.numbers import error, finite, megabytes, percent, ratio
+from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
+from sparing.workbench.estimate import Estimate
+from sparing.workbench.timing import Interval
 
 SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")  #: against labels; names in `Row.end`
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from sparing.measure.timing import Interval
-from sparing.planning.result import Plan
-from sparing.planning.search import Figures
 from sparing.report.terminal import Terminal
+from sparing.workbench.planning.result import Plan
+from sparing.workbench.planning.search import Figures
+from sparing.workbench.timing import Interval
 
 _BEST = 3  # candidates that are shown where none is worth it
 

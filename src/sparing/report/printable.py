@@ -2,7 +2,7 @@
 
 Names of files, models, layers and documents, and everything in a JSON file, may hold characters that move the cursor,
 colour the screen, set its title or reverse the order of what is read. Whatever the commands print passes through
-`printable`: tables and lines by `sparing.report.terminal.Terminal`, errors in `sparing.cli`.
+`printable`: tables and lines by `sparing.report.terminal.Terminal`, errors in `sparing.cli.main`.
 """
 
 from __future__ import annotations

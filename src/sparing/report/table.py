@@ -8,11 +8,21 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from sparing.measure.estimate import Estimate
-from sparing.measure.timing import Interval
-from sparing.measure.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, percentage, rounded
 from sparing.report.page_table import SCORES
 from sparing.report.terminal import Terminal
+from sparing.workbench.comparison.verdict import (
+    FASTER,
+    ORACLE,
+    REFUSED,
+    SLOWER,
+    UNSAFE,
+    Comparison,
+    Row,
+    percentage,
+    rounded,
+)
+from sparing.workbench.estimate import Estimate
+from sparing.workbench.timing import Interval
 
 _WORDS = {
     FASTER: Text("safe, faster", "bold green"), SLOWER: Text("safe, slower", "green"), UNSAFE: Text("not safe", "red"),

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from sparing.method import Method, Unsupported
-from sparing.method import method as _method
+from sparing.contract import Method, Unsupported
+from sparing.contract import method as _method
 from sparing.spec import shown
 from sparing.transformers.find import Layer
 from sparing.transformers.recipe import Recipe, is_path

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from sparing.contract import Past
 from sparing.index import Index
-from sparing.method import Past
 from sparing.transformers.cache import IndexedLayer, indexed
 from sparing.transformers.slot import Choice, Slot, slot_of
 

@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from sparing.method import Projection, Unsupported
+from sparing.contract import Projection, Unsupported
 from sparing.transformers.slot import Slot
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparing.method import Method
-from sparing.method import method as _method
+from sparing.contract import Method
+from sparing.contract import method as _method
 from sparing.transformers.adapters import KNOWN, adapter_of
 from sparing.transformers.deferred import Deferred
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import masking_utils as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparing.method import Projection, Unsupported
+from sparing.contract import Projection, Unsupported
 from sparing.transformers.adapters import misreads_masks
 from sparing.transformers.decode import decode, start
 from sparing.transformers.deferred import Deferred

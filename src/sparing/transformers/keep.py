@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from sparing.method import Method
+from sparing.contract import Method
 from sparing.store import add_checksum
 from sparing.transformers.choose import base_name
 from sparing.transformers.find import Layer, find

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
+from sparing.contract import Method, Projection
 from sparing.draws import Draws
-from sparing.method import Method, Projection
-from sparing.methods.monte_carlo import MonteCarlo
+from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.transformers.own import Served
 from sparing.transformers.serve import refuse_dropout
 from sparing.transformers.slot import Choice, Slot

@@ -15,8 +15,8 @@ from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 from transformers.models.yoso.modeling_yoso import YosoSelfAttention
 
-from sparing.method import Method, Projection, Unsupported
-from sparing.methods.yoso import Yoso
+from sparing.contract import Method, Projection, Unsupported
+from sparing.methods.yoso.method import Yoso
 from sparing.transformers.masks import biased, hidden
 from sparing.transformers.serve import serve
 from sparing.transformers.slot import Choice, Slot, slot_of

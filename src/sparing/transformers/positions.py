@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparing.method import Unsupported
+from sparing.contract import Unsupported
 
 _FIELD = "max_position_embeddings"  # families with another name (n_positions) map this one to it
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")

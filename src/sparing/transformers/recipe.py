@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sparing.contract import Method
+from sparing.contract import method as _method
 from sparing.from_json import parse, read_text
-from sparing.method import Method
-from sparing.method import method as _method
 from sparing.spec import shown
 from sparing.store import Damaged, add_checksum, verify_checksum, write_files
 from sparing.transformers.slot import WHEN

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.attention import attention, inspect
-from sparing.method import Past, Projection, Unsupported
+from sparing.contract import Past, Projection, Unsupported
+from sparing.functional import attention, inspect
 from sparing.transformers.slot import Choice, Slot
 from sparing.transformers.watch import Seen
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sparing.method import Method
+from sparing.contract import Method
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
 from sparing.transformers.switch import Switch, is_ours

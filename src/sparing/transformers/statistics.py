@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparing.method import Method, Projection, Shape
-from sparing.method import method as _method
+from sparing.contract import Method, Projection, Shape
+from sparing.contract import method as _method
 
 _LATER = 256  # steps whose counts are read together
 _counting = threading.Lock()  # threads may share a model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from sparing.method import Method, Projection
+from sparing.contract import Method, Projection
 from sparing.transformers.slot import slot_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The `sparing` command, one module per sub-command."""

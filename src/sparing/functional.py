@@ -1,0 +1,317 @@
+"""The one door: `attention()` checks a call, normalises it and hands it to a method.
+
+Everything that could go silently wrong in a method is settled here once: masks, types, head groups, padding, seeds,
+refusals, and entries that are infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparing import compiled, native
+from sparing.call import Call
+from sparing.check import check_call, check_inputs
+from sparing.contract import Method, Past, Projection, Unsupported
+from sparing.contract import method as _method
+from sparing.draws import Draws
+from sparing.layout import four_dimensional
+from sparing.quarantine import LARGEST_SCALE, Wide, quarantine
+
+Impl = Literal["auto", "reference", "native"]
+#: What torch says where a processor has no memory left, or the bytes of a tensor do not fit 64 bits.
+_NO_MEMORY = (
+    "aoti_torch_empty_strided",
+    "can't allocate memory",
+    "not enough memory",
+    "size calculation overflowed",
+    "std::bad_alloc",
+)
+
+
+class Inspection(NamedTuple):
+    """What `inspect()` returns."""
+
+    output: Tensor
+    lse: Tensor | None  #: [B, H, n_q] log-sum-exp of the logits that the output was normalised with
+    statistics: dict[str, Tensor]  #: facts the method noted: sample counts, bounds, indices, keys touched
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: str | Method = "exact",
+    seed: int | None = None,
+    impl: Impl = "auto",
+    query_mask: Tensor | None = None,
+    streams: Sequence[int] | None = None,
+    state: nn.Module | None = None,
+) -> Tensor:
+    """Attention by any method; the first eight arguments are those of `scaled_dot_product_attention`.
+
+    query is [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a `Projection`; returns [B, H, n_q, e].
+    Tensors may have fewer or more dimensions before the length, and broadcast there, as SDPA's may: [B, n, d] is one
+    head, and of five or more dimensions all before the heads are the batch. Where d is 0, all logits are 0.
+
+    attn_mask: boolean (True = attend) or additive, broadcastable to [B, H, n_q, n_k]; -inf, or the lowest number of
+        its type, hides a key. A mask that shows the same keys to all queries and heads, such as one of shape
+        [B, 1, 1, n_k], is key padding, which every method supports. Unlike SDPA, it may be combined with is_causal.
+    is_causal: query i sees keys 0..i (upper-left aligned, like SDPA).
+    method: a `Method` or its spec string, such as "nystrom(landmarks=64)".
+    seed: fixes all random choices; the result then depends on nothing but the arguments (dropout: all batch items drop
+        the same weights). An integer, used modulo 2^64. None draws one number from torch's global generator.
+    impl: "auto" takes the fastest path that covers the call, a compiled kernel where there is one; "reference" takes
+        the plain specification; "native" insists on a kernel and raises where none covers the call.
+    query_mask: boolean [B, n_q]; rows of False give zeros and influence no other row. None: every row is computed, and
+        where n_q == n_k the queries at padded key positions (self-attention) influence no other row.
+    streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
+    state: the learned state of the method, when a module owns one.
+
+    A query with nothing to attend to gives zeros. What a method cannot do, it refuses: `Unsupported` names the way out.
+
+    >>> q, k, v = torch.randn(3, 1, 8, 256, 64).unbind(0)
+    >>> sparing.attention(q, k, v, method="nystrom(landmarks=32)", seed=0).shape
+    torch.Size([1, 8, 256, 64])
+    """
+    shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
+    query, key, value, attn_mask, _ = shaped
+    if torch.compiler.is_compiling() and state is None and (spec := compiled.spec_of(method)) is not None:
+        x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
+        number = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor((seed + 2**63) % 2**64 - 2**63)
+        out = compiled.attention(
+            query, key, x, weight, bias, attn_mask, query_mask, number, seed is not None, dropout_p, is_causal, scale,
+            enable_gqa, spec, impl, streams,
+        )  # fmt: skip
+    else:
+        out = _run(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask,
+            streams, state, None, seed is None,
+        )  # fmt: skip
+    return shaped.restore(out)
+
+
+def inspect(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: str | Method = "exact",
+    seed: int | None = None,
+    impl: Impl = "auto",
+    query_mask: Tensor | None = None,
+    streams: Sequence[int] | None = None,
+    state: nn.Module | None = None,
+    brief: bool = False,
+    past: Past | None = None,
+) -> Inspection:
+    """`attention()` with what the method knows about its result: the log-sum-exp and its statistics.
+
+    brief: only the facts that come for free; the call then costs what `attention()` does.
+    past: of a prompt, what its `Index` keeps, so that nothing is computed twice.
+    """
+    notes: dict[str, Tensor] = {}
+    shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
+    query, key, value, attn_mask, _ = shaped
+    output = _run(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
+        state, notes, seed is None, brief, past,
+    )  # fmt: skip
+    notes = {name: shaped.restore(note) if note.shape[:2] == output.shape[:2] else note for name, note in notes.items()}
+    return Inspection(shaped.restore(output), notes.pop("lse", None), notes)
+
+
+@contextmanager
+def memory_errors_named(chosen: Method, **tensors: Tensor) -> Iterator[None]:
+    """Let work that runs out of memory raise a MemoryError that names the method, these tensors and the way out.
+
+    A backward pass runs later, outside of any such block: there, torch's own error remains.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        why = next((line for line in str(error).splitlines() if any(map(line.__contains__, _NO_MEMORY))), None)
+        if why is None:
+            raise
+        sizes = " and ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        lower = "" if chosen.budget is None else f"lower {chosen.budget}, or "
+        raise MemoryError(
+            f"{chosen}: {sizes} need more memory than there is; {lower}pass fewer sequences or heads at once ({why})"
+        ) from None
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    spec: str | Method,
+    seed: int | None,
+    impl: Impl,
+    query_mask: Tensor | None,
+    streams: Sequence[int] | None,
+    state: nn.Module | None,
+    notes: dict[str, Tensor] | None,
+    slot_keyed_dropout: bool,
+    brief: bool = False,
+    past: Past | None = None,
+) -> Tensor:
+    chosen = _method(spec)
+    with memory_errors_named(chosen, query=query, key=key):  # masks may be copied
+        inputs = check_inputs(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed, impl, query_mask, streams
+        )
+        check_call(chosen, inputs, is_causal, impl, state)
+    # Methods compute in float32 or better; an autocast around the call would undo that inside.
+    with memory_errors_named(chosen, query=query, key=key), torch.autocast(query.device.type, enabled=False):
+        groups = inputs.groups
+        v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
+        q, k, v = _convert(query, key, v, _working_type(query.dtype, inputs.scale, inputs.mask))
+        kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
+        random = chosen.supports.stochastic or inputs.dropout_p > 0
+        mask = inputs.mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        call = Call(
+            scale=inputs.scale,
+            is_causal=is_causal,
+            keep=inputs.keep,
+            influence=inputs.influence,
+            mask=mask,
+            draws=Draws(_draw_seed(random) if seed is None else _seed(seed), kv_streams.repeat_interleave(groups)),
+            groups=groups,
+            dropout_p=inputs.dropout_p,
+            slot_keyed_dropout=slot_keyed_dropout,
+            state=state,
+            statistics=notes,
+            brief=brief,
+            past=past,
+        )
+        chosen.check(q, k, call)
+        shape = (*query.shape[:3], inputs.value_dim)
+        if 0 in (*shape, key.shape[2]):
+            if chosen.supports.lse:
+                call.note(lse=q.new_full(query.shape[:3], -torch.inf))
+            nothing = sum(t[..., :0].sum() for _, t in inputs.tensors)  # zero, and part of every input's graph
+            return (q.new_zeros(shape) + nothing).to(query.dtype)
+
+        clean = quarantine(q, k, v, chosen, call, balance=past is None)
+        out = _compute(chosen, impl, clean.q, clean.k, clean.v, clean.call, shape)
+        if clean.wide is not None:
+            out = _merge_wide(out, clean.wide, clean.call, chosen, impl)
+        lse = None if notes is None else notes.get("lse")
+        if clean.spoiled is not None:
+            out = out.masked_fill(clean.spoiled, torch.nan)
+            lse = None if lse is None else lse.masked_fill(clean.spoiled.any(-1), torch.nan)
+        if query_mask is not None:
+            out = out.masked_fill(~query_mask[:, None, :, None], 0.0)
+            lse = None if lse is None else lse.masked_fill(~query_mask[:, None, :], -torch.inf)
+        if lse is not None:
+            call.note(lse=lse)
+        return out.to(query.dtype)
+
+
+def _working_type(dtype: torch.dtype, scale: float, mask: Tensor | None) -> torch.dtype:
+    """Return float32, or float64 where that is asked for or the scale or the additive mask needs its range."""
+    if dtype == torch.float64 or abs(scale) > LARGEST_SCALE:
+        return torch.float64
+    wide = mask is not None and mask.dtype == torch.float64 and bool((mask.isfinite() & mask.float().isinf()).any())
+    return torch.float64 if wide else torch.float32
+
+
+def _convert(
+    q: Tensor, k: Tensor, v: Tensor | Projection, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | Projection]:
+    return q.to(dtype), k.to(dtype), v.map(lambda t: t.to(dtype)) if isinstance(v, Projection) else v.to(dtype)
+
+
+def _compute(
+    chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call, shape: tuple[int, ...]
+) -> Tensor:
+    """Run the method on key heads that are repeated to the query heads; shape: of the output."""
+    if call.groups > 1:
+        k = k.repeat_interleave(call.groups, dim=1)
+        v = v if isinstance(v, Projection) else v.repeat_interleave(call.groups, dim=1)
+    out = _dispatch(chosen, impl, q, k, v, call)
+    if out.shape != shape:
+        raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
+    return out
+
+
+def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method, impl: Impl) -> Tensor:
+    """`out`, and what `inspect()` notes, with the rows that see an extreme entry taken from a call in float64."""
+    notes: dict[str, Tensor] | None = None if call.statistics is None else {}
+    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.double()
+    call_64 = replace(call, mask=mask, statistics=notes, past=None)
+    found = _compute(chosen, impl, wide.q, wide.k, wide.v, call_64, tuple(out.shape))
+    rows = wide.rows.any(-1).expand(out.shape[:3])
+    for name, note in (notes or {}).items():
+        before = (call.statistics or {}).get(name)
+        if before is None or before.shape != note.shape:  # of another call than the one that most rows are from
+            call.note(**{name: note})
+            continue
+        taken = (
+            rows if note.shape[:3] == rows.shape else rows.any(-1) if note.shape[:2] == rows.shape[:2] else rows.any()
+        )
+        taken = taken.view(*taken.shape, *[1] * (note.ndim - taken.ndim))
+        call.note(**{name: torch.where(taken, note.to(before.dtype), before)})
+    return torch.where(wide.rows, found.to(out.dtype), out)
+
+
+def _dispatch(chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
+    """By kernels where they cover the call, else by the path in plain PyTorch; by the specification if asked."""
+    if impl == "reference":
+        return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
+    own = native.ready(q) and _native_is_current(type(chosen))
+    out = chosen.native(q, k, v, call) if own else None  # type: ignore[arg-type]
+    if out is None and impl == "native":
+        raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
+    return chosen.fast(q, k, v, call) if out is None else out  # type: ignore[arg-type]
+
+
+def _native_is_current(cls: type[Method]) -> bool:
+    """Whether kernels still compute what the class does: not where a subclass changed the mathematics alone."""
+
+    def depth(name: str) -> int:
+        return next(i for i, base in enumerate(cls.__mro__) if name in base.__dict__)
+
+    return depth("native") <= min(depth("reference"), depth("fast"))
+
+
+def _why_not_native(chosen: Method, q: Tensor) -> str:
+    if not native.ready(q):
+        return f"no kernels run for {chosen.name}: {native.why_not(q)}"
+    return f"the kernels of {chosen} do not cover this call"
+
+
+def _seed(seed: int) -> int:
+    """The seed as 64 bits."""
+    return seed & (2**64 - 1)
+
+
+def _draw_seed(random: bool) -> int:
+    """A seed from torch's global generator, but only for a call that needs random numbers."""
+    return int(torch.randint(2**63 - 1, ())) if random else 0
+
+
+compiled.serve(_run)

@@ -1,0 +1,318 @@
+"""Multipole attention: exact where it matters, clusters of keys elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.call import Call
+from sparing.contract import Cost, Method, Past, Shape, Supports, knob, method
+from sparing.draws import Draws
+from sparing.maths import dense
+from sparing.maths.packing import place_of_rank
+from sparing.methods.multipole import native, poles
+from sparing.methods.multipole.clusters import cluster, native_cluster
+from sparing.methods.multipole.past import MultipolePast
+from sparing.methods.multipole.poles import BLOCKS, Plan, Poles
+from sparing.native.derivatives import once_differentiable
+
+_SCORES = 2**22  # logits that are held at once
+_LIGHT = 1 / 16  # of a tolerance, and of a fair share: summaries of less mass are left out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipole(Method):
+    """Softmax attention that looks at few keys and at summaries of the others; made for pretrained weights.
+
+    out_i = softmax_j(l_ij) v_j,  l_ij = s q_i.k_j if j is near, a sink or in an expanded cluster,
+                                  l_ij = s (q_i.K_c + q0.(k_j - K_c)) + min(a_ic, cap) / 2 if j is in another cluster c
+
+    Keys are clustered by k-means in the metric of the queries; q0 is the mean query (queries longer than 16 times the
+    median count as if they were that long), K_c a cluster's mean key. The members of a cluster share what depends on
+    q_i, so that a query reads one summary for all of them (within a cluster exp(s q0.k_j) is taken to be at least e^-8
+    of the largest). a_ic is the predicted variance of the logits of c, and
+    e_ic = (mass of c) * sqrt(expm1(min(a_ic, cap))) * (spread of the values of c) the predicted error of the *output*.
+    Each query expands the clusters of the largest e_ic^2 per key until `keys` keys are spent. A budget of all keys is
+    exact attention. With a tolerance, `keys` is a maximum: clusters with e_ic^2 per key <= (tolerance * mass of all
+    keys * usual spread of values in a cluster)^2 stay summaries, so that queries and heads read what they need, and
+    summaries of less than a sixteenth of the tolerance, and of an equal share of the mass, are left out.
+
+    Causal: keys are clustered once a chunk is complete, knowing the queries up to its end (each counts half as much a
+    chunk later), and a quarter of a chunk at a time before; a query sees its own quarter exactly. When the next chunk
+    is complete, the clusters are described again, by the queries up to there. As the sequence grows, a key is clustered
+    at most twice.
+
+    After clustered attention (Vyas et al. 2020), Multipole Attention (Hooper et al. 2025) and the fast multipole
+    method. `inspect()` notes, each [B, H, n_q], `error`: the predicted distance to exact attention, `touched`: the keys
+    and summaries that a query read, and `exact`: whether it read no summary. The gradient holds clusters, expansions,
+    q0 and a_ic fixed.
+
+    clusters: summaries of all keys, or, causal, of each chunk; a float is their ratio to the keys.
+    keys: keys that a query looks at in clusters of its choice; with a tolerance, at most.
+    window: neighbours besides the query's own position that are exact: half on each side, all before it if causal.
+        Without a meaning, and unused, in cross attention (n_q != n_k).
+    sinks: first so many keys that every query looks at, and if not causal as many of the last.
+    order: 2 corrects the mass of a cluster for the variance of its logits, 1 does not.
+    cap: largest variance that is believed; beside a tolerance 8 is better.
+    tolerance: 0 spends all of `keys` on every query; a few thousandths read fewer keys for the same error.
+    select: expand by predicted "error" of the output, or by "mass" alone.
+    chunk: causal: keys that are clustered together; a multiple of 4.
+    steps: of k-means.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
+    >>> sparing.attention(q, k, v, method="multipole(clusters=16, keys=32)", seed=0).shape
+    torch.Size([1, 2, 300, 16])
+    """
+
+    name = "multipole"
+    budget = "keys"
+    supports = Supports(
+        causal=True, lse=True, mixes_queries=True, stochastic=True, position_based=True, decode=True, training_free=True
+    )
+
+    clusters: int | float = knob(64, kinds=(int, float))
+    keys: int = knob(64, minimum=0)
+    window: int = knob(32, minimum=0)
+    sinks: int = knob(1, minimum=0)
+    order: int = knob(2, choices=(1, 2))
+    cap: float = knob(2.0, above=0.0)
+    tolerance: float = knob(0.0, minimum=0.0)
+    select: str = knob("error", choices=("error", "mass"))
+    chunk: int = knob(512, minimum=4)
+    steps: int = knob(4, minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.clusters, float) and not 0.0 < self.clusters < 1.0:
+            raise ValueError(f"multipole: clusters={self.clusters!r} as a ratio must be above 0 and below 1")
+        if isinstance(self.clusters, int) and self.clusters < 1:
+            raise ValueError(f"multipole: clusters={self.clusters!r} must be at least 1")
+        if self.window % 2:
+            raise ValueError(f"multipole: window={self.window} must be even: half of it lies on each side of the query")
+        if self.chunk % BLOCKS:
+            raise ValueError(f"multipole: chunk={self.chunk} must be a multiple of {BLOCKS}")
+
+    def clusters_of(self, keys: int) -> int:
+        """How many clusters so many keys get: never more than keys."""
+        wanted = self.clusters if isinstance(self.clusters, int) else round(self.clusters * keys)
+        return min(max(wanted, 1), max(keys, 1))
+
+    def sides(self, n_q: int, n_k: int, causal: bool) -> tuple[int, int]:
+        """Exact keys before and after a query's own."""
+        if causal:
+            return self.window, 0
+        return (self.window // 2, self.window // 2) if n_q == n_k else (-1, -1)
+
+    def plan(self, q: Tensor, k: Tensor, call: Call, cluster: Callable[..., Tensor] = cluster) -> Plan:
+        """The clusters, for keys of which the valid ones come first."""
+        return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, partial(cluster, steps=self.steps))
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        k, v = _valid_first(k, v, call)
+        plan = self.plan(q, k, call)
+        described = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
+        n_q, rows = q.shape[2], max(_SCORES // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
+        parts = [
+            self.rows(q, k, v, plan, described, call.scale, call.is_causal, slice(i, min(i + rows, n_q)))
+            for i in range(0, n_q, rows)
+        ]
+        out, lse, error, read, summaries = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
+        return out
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if self.covers(k.shape[2]) and not call.noted:  # nothing would be left to a summary
+            return method("exact").fast(q, k, v, call)
+        return self.reference(q, k, v, call)
+
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, summaries: list[Poles], scale: float, causal: bool,
+        rows: slice,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Output, log-sum-exp, predicted error, keys and summaries that were read, of some of the queries."""
+        n_k = k.shape[2]
+        before, after = self.sides(q.shape[2], n_k, causal)
+        every, q, seen, own = q, q[:, :, rows], plan.seen[:, rows, None], plan.own[:, rows, None]
+        key = torch.arange(n_k, device=k.device)
+        exact = (key >= own - before) & (key <= own + after) | (key < self.sinks)
+        if plan.block is None:
+            exact = exact | (key >= seen - self.sinks)
+        else:
+            exact = exact | (key // plan.block >= own // plan.block)
+        visible = (key < seen)[:, None]  # (B, 1, n_q, n_k)
+        exact = exact[:, None] & visible
+        logits = q @ k.mT * scale
+        if not plan.levels:
+            weights, lse = dense.softmax(logits.masked_fill(~exact, -torch.inf))
+            read = exact.sum(-1).expand_as(lse)
+            return weights @ v, lse, torch.zeros_like(lse), read, torch.zeros_like(read)
+
+        # What the clusters of all levels, C together, look like to a query.
+        cluster = torch.full_like(logits, -1, dtype=torch.long)  # that stands for a key: (B, H, n_q, n_k)
+        share = torch.zeros_like(logits)
+        scores: list[Tensor] = []
+        base = 0
+        for i, (level, pole) in enumerate(zip(plan.levels, summaries, strict=True)):
+            total = level.chunks * level.clusters
+            stands = (plan.open(i, key // level.size, own)[:, None]) & (level.labels >= 0).unsqueeze(2)
+            cluster = torch.where(stands, level.labels.unsqueeze(2) + base, cluster)
+            share = torch.where(stands, pole.shares.unsqueeze(2), share)
+            shown = plan.open(i, torch.arange(total, device=k.device) // level.clusters, own)[:, None]
+            shown = shown & (pole.members > 0).unsqueeze(2)
+            score = q @ pole.keys.mT * scale + pole.offset.unsqueeze(2)
+            scores.append(score.masked_fill(~shown, -torch.inf))
+            base += total
+        members, weight, spread, scatter = (
+            torch.cat([getattr(pole, name) for pole in summaries], dim=2).unsqueeze(2)
+            for name in ("members", "weight", "spread", "scatter")
+        )
+        believed = (spread * poles.alarm(every, plan, rows).unsqueeze(-1)).clamp_max(self.cap)
+        score = torch.cat(scores, dim=-1)  # (B, H, n_q, C)
+        if self.order == 2:
+            score = score + believed / 2
+
+        with torch.no_grad():  # which clusters to expand
+            inside = cluster.clamp_min(0)
+            taken = (exact & (cluster >= 0)).to(q.dtype)
+            left = members - torch.zeros_like(score).scatter_add(-1, inside, taken)
+            mass = weight - torch.zeros_like(score).scatter_add(-1, inside, taken * share.exp())
+            left = left.masked_fill(score == -torch.inf, 0.0)
+            top = dense.finite_or_zero(score.amax(-1, keepdim=True))
+            mass = torch.where(left > 0, (score - top).exp() * mass, 0.0)
+            error = mass.square() * believed.expm1() * scatter
+            worth = (error if self.select == "error" else mass.square()) / left.clamp_min(1)
+            if self.tolerance:
+                near = (logits.masked_fill(~exact, -torch.inf).logsumexp(-1, keepdim=True) - top).exp()
+                every, shown = near + mass.sum(-1, keepdim=True), score > -torch.inf
+                least = self._least(every, members.masked_fill(~shown, 0.0), scatter)
+                chosen = expand(worth.masked_fill(worth <= least, 0.0), left, self.keys)
+                fair = shown.sum(-1, keepdim=True).clamp_min(1).to(q.dtype).reciprocal()
+                light = (mass < _LIGHT * fair.clamp_max(self.tolerance) * every).gather(-1, inside) & (cluster >= 0)
+            else:
+                everything = (left.sum(-1, keepdim=True) <= self.keys) & (left > 0)
+                chosen, light = expand(worth, left, self.keys) | everything, torch.zeros_like(exact)
+        exact = exact | (chosen.gather(-1, inside) & (cluster >= 0))
+        spared = torch.where(cluster >= 0, score.gather(-1, inside) + share, -torch.inf)
+        logits = torch.where(exact, logits, spared).masked_fill(~visible | (light & ~exact), -torch.inf)
+        weights, lse = dense.softmax(logits)
+        missed = error.masked_fill(chosen, 0.0).sum(-1).sqrt()
+        rest = torch.where(missed > 0, missed * (top.squeeze(-1) - dense.finite_or_zero(lse)).exp(), 0.0)
+        return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
+
+    def _least(self, mass: Tensor, members: Tensor, scatter: Tensor) -> Tensor:
+        """What a cluster must be worth per key to be expanded. mass: of all keys; members, scatter: of the clusters."""
+        least = (self.tolerance * mass).square()
+        if self.select == "mass":
+            return least
+        known = torch.where(members > 0, members * scatter, 0.0)  # clusters out of sight may hold anything, even inf
+        return least * known.sum(-1, keepdim=True) / members.sum(-1, keepdim=True).clamp_min(1)
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if self.covers(k.shape[2]) and not call.noted:
+            return method("exact").native(q, k, v, call)
+        return _ByKernel.apply(q, k, v, self, call)
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`reference` by kernels, without a gradient."""
+        k, v = _valid_first(k, v, call)
+        plan = self.plan(q, k, call, native_cluster)
+        before, after = self.sides(q.shape[2], k.shape[2], call.is_causal)
+        described = [poles.described(k, v, level, call.scale) for level in plan.levels]
+        if isinstance(call.past, MultipolePast):
+            call.past.ready = list(zip(plan.levels, described, strict=True))
+        out, lse, error, read, summaries = native.multipole(
+            q, k, v, plan.seen, plan.own, *_laid_end_to_end(plan, k, v, described), before, after, self.sinks,
+            plan.block or 0, self.keys, self.order == 2, self.select == "mass", self.cap, self.tolerance, call.scale,
+        )  # fmt: skip
+        call.note(lse=lse, error=error, touched=read + summaries, exact=summaries == 0)
+        return out
+
+    def covers(self, n_k: int) -> bool:
+        return self.keys >= n_k and not self.tolerance
+
+    def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past:
+        return MultipolePast(self, q, k, v, draws, scale)
+
+    def full_budget(self, shape: Shape) -> Method:
+        return replace(self, keys=max(shape.keys, 1), tolerance=0.0)
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        n, d, e = shape.keys, shape.head_dim, shape.value_dim
+        units = shape.batch * shape.heads
+        together = min(self.chunk, n) if shape.causal else n
+        each = self.clusters_of(together)
+        lessons = (1 + self.steps * min(16 * each / max(together, 1), 1.0)) * (1 + 1 / BLOCKS if shape.causal else 1)
+        described = 2 * d * d + 4 * (d + e)
+        clustering = n * (2 * d * each * lessons + 4 * d * d + described * (3 if shape.causal else 1))
+        poles_seen = each * (n / max(together, 1) / 2 if shape.causal else 1)
+        near = (self.window + self.sinks + self.chunk / BLOCKS / 2) if shape.causal else self.window + 2 * self.sinks
+        exact = min(self.keys + near, n / 2 if shape.causal else n)
+        touched = min(poles_seen + exact, float(n))
+        if statistics is not None and "touched" in statistics:
+            touched = float(statistics["touched"].double().mean())
+        work = shape.queries * (touched * (2 * d + 2 * e + 1) + 6 * poles_seen)
+        held = n * (d + e) / max(together, 1) * each + n * (d + 8) + shape.queries * e
+        return Cost(units * (work + clustering) + shape.projection_flops, 4.0 * units * held, touched)
+
+
+class _ByKernel(torch.autograd.Function):
+    """`Multipole.by_kernel`; the gradient, with the same clusters, by plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Multipole, call: Call) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.method, ctx.call = method, call
+        return method.by_kernel(q, k, v, call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        asked = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(a) for t, a in zip(ctx.saved_tensors, asked, strict=True)]
+            out = ctx.method.reference(*leaves, replace(ctx.call, statistics=None))
+        found = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad))
+        return (*(next(found) if a else None for a in asked), None, None)
+
+
+def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Keys and values in the order of their ranks."""
+    if call.keep is None:
+        return k, v
+    order = place_of_rank(call.keep)[:, None, :, None]
+    return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
+
+
+def _laid_end_to_end(
+    plan: Plan, k: Tensor, v: Tensor, described: list[tuple[Tensor, ...]]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+    """Mean and variance of the queries, summaries, labels and weights of all levels, and what the levels look like."""
+    if not plan.levels:
+        batch, heads, n_k, d = k.shape
+        none, rows = k.new_zeros(batch, heads, 0), k.new_zeros(batch, heads, 0, d)
+        keys = k.new_zeros(0, batch, heads, n_k)
+        sums = k.new_zeros(batch, heads, 0, v.shape[3])
+        return rows, none, (rows, sums, none, none, none, none), keys.long(), keys, torch.zeros(0, 3, dtype=torch.long)
+    summaries = tuple(torch.cat(parts, dim=2) for parts in zip(*(each[:6] for each in described), strict=True))
+    labels, shares = torch.stack([x.labels for x in plan.levels]), torch.stack([each[6] for each in described])
+    known, levels = plan.levels[0].known, torch.tensor([(x.size, x.clusters, x.chunks) for x in plan.levels])
+    return known.mean.to(k.dtype), known.variance.to(k.dtype), summaries, labels, shares, levels
+
+
+def expand(worth: Tensor, size: Tensor, budget: int) -> Tensor:
+    """Which of the clusters (..., C) to expand: the best that still fits, again and again; nothing worth zero."""
+    chosen = torch.zeros_like(worth, dtype=torch.bool)
+    left = torch.full_like(worth[..., :1], float(budget))
+    while True:
+        fits = (size <= left) & (worth > 0) & (size > 0) & ~chosen
+        if not bool(fits.any()):
+            return chosen
+        best = torch.where(fits, worth, -1.0).argmax(-1, keepdim=True)
+        found = fits.gather(-1, best)
+        chosen = chosen.scatter(-1, best, chosen.gather(-1, best) | found)
+        left = left - torch.where(found, size.gather(-1, best), 0.0)

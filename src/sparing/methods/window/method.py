@@ -1,0 +1,236 @@
+"""Sliding-window attention with sinks and global tokens (Longformer)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparing import native
+from sparing.call import Call
+from sparing.contract import Cost, Method, Shape, Supports, knob, method
+from sparing.maths import blocks, dense
+from sparing.maths.packing import place_of_rank
+from sparing.methods.multipole.native import near_step
+from sparing.methods.window.native import window
+
+_SCORES = 2**22  # logits that are held at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Method):
+    """Softmax over a window around each query (Beltagy et al., "Longformer", 2020; Value-aware section 4).
+
+    out_i = sum_{j in S_i} softmax_{j in S_i}(s q_i.k_j) v_j,  S_i = {j : |i - j| <= size/2} u sinks u globals
+
+    One softmax over the union, each key once. The window is counted in absolute positions: masked tokens inside it keep
+    their place and get no weight. Causal: S_i = {i - size, ..., i}, and sinks and global tokens up to i. Sinks and
+    global tokens are the first *valid* tokens. There is no error bound: what lies outside the window is lost.
+
+    size: keys besides the query's own position, half on each side, all on the left if causal; even, 0 for self only.
+    sinks: first so many keys that every query sees.
+    global_tokens: first so many tokens that every query sees *and* whose own queries see everything.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
+    >>> sparing.attention(q, k, v, method="window(size=32, sinks=4)", is_causal=True).shape
+    torch.Size([1, 2, 300, 16])
+    """
+
+    name = "window"
+    budget = "size"
+    supports = Supports(
+        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, training_free=True
+    )
+
+    size: int = knob(128, minimum=0)
+    sinks: int = knob(0, minimum=0)
+    global_tokens: int = knob(0, minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % 2:
+            raise ValueError(f"window: size={self.size} must be even: half of it lies on each side of the query")
+
+    def sides(self, call: Call) -> tuple[int, int]:
+        """Keys to the left and to the right of the query."""
+        return (self.size, 0) if call.is_causal else (self.size // 2, self.size // 2)
+
+    def reach(self, n_q: int, n_k: int, device: torch.device, call: Call) -> Tensor:
+        """S_i as a boolean matrix, without padding and causality: (B or 1, 1, n, n)."""
+        left, right = self.sides(call)
+        position = torch.arange(n_k, device=device)
+        apart = position - position[:, None]  # j - i
+        ranks, _ = call.key_ranks(n_k, device)  # (B or 1, n)
+        valid = torch.ones_like(ranks, dtype=torch.bool) if call.keep is None else call.keep
+        shared = valid & (ranks < max(self.sinks, self.global_tokens))
+        everything = valid & (ranks < self.global_tokens)
+        near = (apart >= -left) & (apart <= right)
+        return near | shared[:, None, None, :] | everything[:, None, :, None]
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        seen = self.reach(q.shape[-2], k.shape[-2], q.device, call)
+        weights, lse = dense.softmax(dense.logits(q, k, call).masked_fill(~seen, -torch.inf))  # (B, H, n, n)
+        call.note(lse=lse)
+        return weights @ v
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        n = q.shape[-2]
+        left, right = self.sides(call)
+        if left >= n - 1 and (call.is_causal or right >= n - 1):  # the window holds every pair
+            return self.reference(q, k, v, call) if call.noted else method("exact").fast(q, k, v, call)
+        left, right = min(left, n - 1), min(right, n - 1)
+        near = _band(q, k, v, call, left, right)
+        shared = min(max(self.sinks, self.global_tokens), n)
+        if shared:
+            near = blocks.merge(near, _first_keys(q, k, v, call, shared, left, right))
+        out, lse = near.finish()
+        if self.global_tokens:
+            out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
+        call.note(lse=lse)
+        return out
+
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        n = q.shape[-2]
+        left, right = self.sides(call)
+        shared = None
+        if count := min(max(self.sinks, self.global_tokens), n):
+            position, exists = _first_tokens(call, count, q.device)
+            shared = position.masked_fill(~exists, -1).expand(q.shape[0], -1)
+        out, lse = window(q, k, v, call.keep, shared, left, right, call.is_causal, call.scale)
+        if self.global_tokens:
+            out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
+        call.note(lse=lse)
+        return out
+
+    def covers(self, n_k: int) -> bool:
+        return self.size >= n_k - 1
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        n_q, n = q.shape[2], k.shape[2]
+        if keep is None and n - n_q >= self.global_tokens and native.ready(q) and k.dtype == q.dtype:
+            shared = max(self.sinks, self.global_tokens)
+            own = torch.arange(n - n_q, n).expand(q.shape[0], -1).contiguous()
+            out, notes = near_step(q, k, v, own, self.size, shared, scale)
+            return out, {"lse": notes[0], "touched": notes[2].long()}
+        valid = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if keep is None else keep
+        sees_all = valid.cumsum(-1)[:, n - n_q :, None] <= self.global_tokens  # (B, n_q, 1)
+        low = max(n - n_q - self.size, 0)  # the first position of any window
+        if self.global_tokens and bool(sees_all.any()):
+            low = 0
+        place, row = torch.arange(low, n, device=q.device), torch.arange(n - n_q, n, device=q.device)[:, None]
+        seen = valid[:, None, low:] & ((place >= row - self.size) | sees_all) & (place <= row)
+        keys, values = k[:, :, low:], v[:, :, low:]
+        if shared := min(max(self.sinks, self.global_tokens), n):
+            first = place_of_rank(valid)[:, :shared]
+            exists = torch.arange(shared, device=q.device) < valid.sum(-1, keepdim=True)
+            far = exists[:, None] & (first[:, None] < row - self.size) & ~sees_all  # each key once
+            keys, values = (torch.cat([_pick(x, first), y], dim=2) for x, y in ((k, keys), (v, values)))
+            seen = torch.cat([far, seen], dim=-1)
+        seen = seen & valid[:, n - n_q :, None]
+        groups = q.shape[1] // k.shape[1]
+        keys, values = (x.to(q.dtype).repeat_interleave(groups, dim=1) for x in (keys, values))
+        weights, lse = dense.softmax((q @ keys.mT * scale).masked_fill(~seen[:, None], -torch.inf))
+        return weights @ values, {"lse": lse, "touched": seen.sum(-1)[:, None].expand_as(lse)}
+
+    def full_budget(self, shape: Shape) -> Method:
+        return replace(self, size=2 * max(shape.queries, shape.keys))
+
+    def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
+        n, units = shape.queries, shape.batch * shape.heads
+        shared, rows = min(max(self.sinks, self.global_tokens), n), min(self.global_tokens, n)
+        if (self.size if shape.causal else self.size // 2) >= n - 1:  # the window holds every pair
+            return method("exact").cost(shape)
+        block = _block(self.size)
+        # Each block of queries is multiplied with one stretch of keys; the last block is filled up.
+        pairs = float(-(-n // block) * block * (self.size + block) + n * shared + rows * n)
+        copies = n * (2 * shape.head_dim + 3 * shape.value_dim)  # padded q, k, v; parts of the output
+        return Cost(
+            units * pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim) + shape.projection_flops,
+            4.0 * (2 * min(units * pairs, _SCORES) + units * copies),
+            min(self.size + 1 + shared, n),
+        )
+
+
+def _block(size: int) -> int:
+    """Queries that share one stretch of keys: large enough that stretches overlap at most five times."""
+    return max(64, size // 4)
+
+
+def _band(q: Tensor, k: Tensor, v: Tensor, call: Call, left: int, right: int) -> blocks.Part:
+    """Blocks of queries, each against the stretch of keys that its windows cover.
+
+    All heads are laid end to end, so that the overlapping stretches are a view and not a copy; what a stretch covers
+    of a neighbouring head is masked like padding.
+    """
+    batch, heads, n, _ = q.shape
+    block = _block(left + right)
+    count, width = -(-n // block), left + block + right
+    spare = count * block - n
+
+    def laid(x: Tensor, before: int, after: int) -> Tensor:
+        return pad(pad(x, (0, 0, 0, spare)).flatten(0, 2), (0, 0, before, after))
+
+    keys, values = (laid(x, left, right).unfold(0, width, block) for x in (k, v))  # (B H count, d or e, width)
+    queries = laid(q, 0, 0).unflatten(0, (-1, block))  # (B H count, block, d)
+    offset = torch.arange(width, device=q.device) - torch.arange(block, device=q.device)[:, None]
+    outside = (offset < 0) | (offset > left + right)  # (block, width)
+    valid = torch.ones(1, n, dtype=torch.bool, device=q.device) if call.keep is None else call.keep
+    valid = pad(valid, (left, right + spare)).unfold(-1, width, block)  # (B or 1, count, width)
+    hidden = ~valid[:, None].expand(batch, heads, -1, -1).flatten(0, 2)[:, None]  # (B H count, 1, width)
+    at_once = max(_SCORES // (block * width), 1)
+    parts = [
+        blocks.part((a @ b * call.scale).masked_fill(outside | c, -torch.inf), d.mT)
+        for a, b, c, d in zip(*(x.split(at_once) for x in (queries, keys, hidden, values)), strict=True)
+    ]
+    columns = (torch.cat(column).reshape(batch, heads, count * block, -1) for column in zip(*parts, strict=True))
+    return blocks.Part(*(x[:, :, :n] for x in columns))
+
+
+def _first_tokens(call: Call, how_many: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B or 1, how_many) positions of the first valid tokens, and which of these exist."""
+    wanted = torch.arange(how_many, device=device)
+    if call.keep is None:
+        return wanted[None], torch.ones(1, how_many, dtype=torch.bool, device=device)
+    return place_of_rank(call.keep)[:, :how_many], wanted < call.keep.sum(-1, keepdim=True)
+
+
+def _pick(x: Tensor, position: Tensor) -> Tensor:
+    """The tokens of x (B, H, n, d) at (B or 1, m) positions."""
+    return x.gather(2, position[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3]))
+
+
+def _first_keys(q: Tensor, k: Tensor, v: Tensor, call: Call, shared: int, left: int, right: int) -> blocks.Part:
+    """The sinks and global keys, where they lie outside the query's own window: each key counts once."""
+    n = q.shape[-2]
+    position, exists = _first_tokens(call, shared, q.device)  # (B or 1, shared)
+    apart = position[:, None, :] - torch.arange(n, device=q.device)[:, None]  # (B or 1, n, shared)
+    allowed = exists[:, None, :] & ((apart < -left) | (apart > right))
+    if call.is_causal:
+        allowed = allowed & (apart <= 0)
+    scores = q @ _pick(k, position).mT * call.scale
+    return blocks.part(scores.masked_fill(~allowed[:, None], -torch.inf), _pick(v, position))
+
+
+def _replace_global_rows(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The queries of global tokens see everything that padding and causality allow."""
+    n = q.shape[-2]
+    position, _ = _first_tokens(call, rows, q.device)
+    scores = _pick(q, position) @ k.mT * call.scale  # (B, H, rows, n)
+    if call.keep is not None:
+        scores = scores.masked_fill(~call.keep[:, None, None, :], -torch.inf)
+    if call.is_causal:
+        future = torch.arange(n, device=q.device) > position[..., None]
+        scores = scores.masked_fill(future[:, None], -torch.inf)
+    full, full_lse = blocks.part(scores, v).finish()
+    ranks, _ = call.key_ranks(n, q.device)
+    own = (ranks < rows) if call.keep is None else (ranks < rows) & call.keep
+    row = ranks.clamp_max(rows - 1)  # (B or 1, n): which of the full rows a token would take
+    full_lse = full_lse.gather(2, row[:, None].expand(*lse.shape))
+    return torch.where(own[:, None, :, None], _pick(full, row), out), torch.where(own[:, None], full_lse, lse)

@@ -1,0 +1,161 @@
+"""A model to measure: a preset, a folder, a name on the hub, or an object that the user has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing import minilm, smollm2
+from sparing.store import readable
+
+PRESETS: dict[str, Callable[[], tuple[Any, Any]]] = {"minilm": minilm.load, "smollm2": smollm2.load}
+#: What a model's output is: an embedding, the next token, or classes.
+KINDS = ("encoder", "language model", "classifier")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model with its tokenizer."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        name = type(self.model).__name__
+        if name.endswith(("ForCausalLM", "LMHeadModel")):
+            return "language model"
+        return "classifier" if name.endswith("ForSequenceClassification") else "encoder"
+
+    @property
+    def positions(self) -> int | None:
+        """The longest input that the model was made for; None if nobody says."""
+        config = self.model.config
+        found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        if found is None:
+            return None
+        # RoBERTa's positions, and those of its descendants, start behind the padding's.
+        tables = [part for name, part in self.model.named_modules() if name.endswith("position_embeddings")]
+        padding = next((x for table in tables if (x := getattr(table, "padding_idx", None)) is not None), -1)
+        return found - padding - 1
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same architecture and weights."""
+        digest = hashlib.sha256(type(self.model).__name__.encode())
+        settings = {k: v for k, v in self.model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_IT}
+        digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+        for name, weight in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
+    def run(self, ids: Tensor, types: Tensor | None = None) -> Any:
+        """The model's output for the tokens [n] of one document, alone and unpadded; types: see `encode_pairs`."""
+        kinds = {} if types is None else {"token_type_ids": types[None].to(self.model.device)}
+        return self.model(input_ids=ids[None].to(self.model.device), **kinds, **self._extra)
+
+    def run_batch(self, rows: Sequence[Tensor], types: Sequence[Tensor] | None = None) -> Any:
+        """The model's output for several documents at once, padded on the right, as a loop over batches would."""
+        longest = max(len(ids) for ids in rows)
+        padding = getattr(self.tokenizer, "pad_token_id", None) or 0
+        ids = torch.full((len(rows), longest), padding)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = row
+            mask[number, : len(row)] = 1
+        device = self.model.device
+        kinds = {}
+        if types is not None:
+            kinds["token_type_ids"] = torch.nn.utils.rnn.pad_sequence(list(types), batch_first=True).to(device)
+        return self.model(input_ids=ids.to(device), attention_mask=mask.to(device), **kinds, **self._extra)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {"use_cache": False} if self.kind == "language model" else {}
+
+    def encode(self, texts: Sequence[str], length: int) -> tuple[list[Tensor], int]:
+        """Token ids [n] of each text, at most `length`, and how many texts were longer."""
+        rows, longer = [], 0
+        for text in texts:
+            ids = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
+            if len(ids) > length:
+                longer += 1
+                ids = self.tokenizer(text, truncation=True, max_length=length)["input_ids"][:length]
+            rows.append(torch.tensor(ids))
+        return rows, longer
+
+    def encode_pairs(
+        self, texts: Sequence[str], pairs: Sequence[str], length: int
+    ) -> tuple[list[Tensor], list[Tensor] | None, int]:
+        """Two texts as one document, the way classifiers of pairs read them: token ids [n], at most `length`.
+
+        Also which of the two each token is of, where the model wants to know that, and how many were longer. The longer
+        text is cut first.
+        """
+        found, longer = [], 0
+        for text, pair in zip(texts, pairs, strict=True):
+            one = self.tokenizer(text, pair, truncation=False, verbose=False)
+            if len(one["input_ids"]) > length:
+                longer += 1
+                one = self.tokenizer(text, pair, truncation="longest_first", max_length=length)
+            found.append(one)
+        rows = [torch.tensor(one["input_ids"]) for one in found]
+        if not found or "token_type_ids" not in found[0]:
+            return rows, None, longer
+        return rows, [torch.tensor(one["token_type_ids"]) for one in found], longer
+
+
+_TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")  # how their files begin
+_NOT_IT = ("transformers_version", "sparing", "attn_implementation", "name_or_path")
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says; its kind, where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def load(name: str) -> Subject:
+    """A preset (`minilm`, `smollm2`), a local folder, or a name on the hub, in float32 and evaluation mode."""
+    if name in PRESETS:
+        model, tokenizer = PRESETS[name]()
+        return Subject(name, model, tokenizer)
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is missing; run: pip install 'sparing[cli]'") from None
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "~", "/"))):
+        raise ValueError(f"model: there is no folder {name}; presets are {', '.join(PRESETS)}")
+    if Path(name).is_dir() and not any(found.name.startswith(_TOKENIZERS) for found in Path(name).iterdir()):
+        raise ValueError(f"model: {name} has no tokenizer; save it there, too: tokenizer.save_pretrained(...)")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        wanted = (config.architectures or [""])[0]
+        if wanted.endswith(("ForCausalLM", "LMHeadModel")):
+            auto: Any = transformers.AutoModelForCausalLM
+        elif wanted.endswith("ForSequenceClassification"):
+            auto = transformers.AutoModelForSequenceClassification
+        else:
+            auto = transformers.AutoModel
+        model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # whatever is wrong with the files
+        raise ValueError(f"model: {name} cannot be loaded: {first_line(error)}") from None
+    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # which an embedding does not use
+    if missing:
+        raise ValueError(
+            f"model: {name} has no weights for {missing[0]}{' and others' * (len(missing) > 1)}, which would be drawn "
+            "at random; train it first, or save it as what it is"
+        )
+    path = Path(name)
+    of_a_run = path.name == "model" and path.parent.name  # where `sparing train` writes it
+    return Subject(readable(of_a_run or path.name), model.eval(), tokenizer)

@@ -1,1 +1,0 @@
-"""Texts and pretrained models that measurements run on."""

@@ -1,0 +1,1 @@
+"""`sparing bench`: time and memory of every method against exact attention, over the length."""

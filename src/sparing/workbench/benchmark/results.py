@@ -1,0 +1,259 @@
+"""What a benchmark found, as plain data, and what follows from it: crossover lengths and targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from sparing.contract import method
+from sparing.workbench.benchmark.gate import Gate
+from sparing.workbench.timing import Interval
+
+SDPA = "SDPA float32"
+SDPA_BF16 = "SDPA bfloat16"
+SDPA_PROJECTION = "SDPA float32 + value projection"
+
+Pass = Literal["forward", "forward+backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured. `seconds`: a call whose two rounds would take longer is left out."""
+
+    methods: tuple[str, ...]
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    heads: int = 12
+    width: int = 64
+    batch: int = 1
+    threads: int = 2
+    seconds: float = 60.0
+    backward: bool = True
+    peers: bool = False
+
+    def __post_init__(self) -> None:
+        chosen = [method(spec) for spec in self.methods]
+        if not chosen:
+            raise ValueError("methods is empty: name at least one, such as 'nystrom(landmarks=64)'")
+        for one in chosen:
+            if one.oracle:
+                raise ValueError(
+                    f"methods: {one.name} is an oracle, which needs the exact result; its time says nothing"
+                )
+        object.__setattr__(self, "methods", tuple(dict.fromkeys(str(one) for one in chosen)))
+        if not self.lengths:
+            raise ValueError("lengths is empty: name at least one, such as 512")
+        for length in self.lengths:
+            if not 2 <= length <= 2**24:
+                raise ValueError(f"lengths={length} must be from 2 to {2**24} tokens")
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
+        for name in ("heads", "width", "batch", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds={self.seconds} must be a positive number of seconds")
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Forward, and forward+backward where asked."""
+        return ("forward", "forward+backward") if self.backward else ("forward",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One side (a method, SDPA, a public implementation) at one length."""
+
+    side: str
+    length: int
+    part: Pass
+    seconds: Interval | None = None  #: of a call; None where it was not measured
+    rounds: int = 0
+    memory: int | None = None  #: peak bytes beyond the inputs
+    why: str = ""  #: why it was not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Seconds of the other side / seconds of the method, from rounds that both took part in: above 1 it is faster."""
+
+    method: str
+    against: str
+    length: int
+    part: Pass
+    speed: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerStatus:
+    """A public implementation of a method: whether it could take part."""
+
+    peer: str
+    method: str
+    version: str | None
+    why: str = ""  #: why it did not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A figure beside the table, a ratio."""
+
+    name: str
+    value: Interval | None
+    why: str = ""  #: why there is no value
+    at_least: float | None = None  #: its target
+    at_most: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it reaches its target; None where there is none, or no value."""
+        if self.value is None or self.at_least is self.at_most is None:
+            return None
+        low, high = self.at_least or 0.0, math.inf if self.at_most is None else self.at_most
+        return low <= self.value.median <= high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The ratio that a method is meant to reach against SDPA in float32."""
+
+    method: str
+    part: Pass
+    length: int
+    ratio: float
+
+
+def _targets(spec: str, part: Pass, **ratios: float) -> list[Target]:
+    return [Target(method=spec, part=part, length=int(n[1:]), ratio=ratio) for n, ratio in ratios.items()]
+
+
+TARGETS: tuple[Target, ...] = (
+    *_targets("yoso(hashes=32)", "forward", n512=1.2, n1024=2, n4096=7, n16384=25),
+    *_targets("yoso(hashes=32)", "forward+backward", n4096=4, n16384=15),
+    *_targets("nystrom(landmarks=64)", "forward", n4096=15, n16384=60),
+    *_targets("skyformer(landmarks=128)", "forward", n4096=8, n16384=30),
+    *_targets("window(size=256)", "forward", n4096=8, n16384=30),
+    *_targets("lsh(rounds=4)", "forward", n4096=4, n16384=15),
+    *_targets("multipole(clusters=128, keys=256)", "forward", n4096=3, n16384=8),
+    *_targets("random_features(features=256)", "forward", n4096=5, n16384=18),
+    *_targets("linformer(rank=256)", "forward", n4096=6, n16384=20),
+    *_targets("kernel(kind='elu')", "forward", n4096=6, n16384=20),
+)
+PEER_TARGET = 3.0  # against the fastest public implementation of the same method, forward
+PEER_TARGET_LENGTH = 4096
+TARGET_SIZES = {"batch": 1, "heads": 12, "width": 64, "threads": 2}
+
+
+class Crossover(NamedTuple):
+    """The length from which a method is faster than SDPA."""
+
+    kind: Literal["at", "below", "none", "unknown"]
+    length: float  #: "at": that length; "below": the shortest measured; "none": the longest measured
+
+    def __str__(self) -> str:
+        if self.kind == "unknown":
+            return "not measured"
+        words = {"at": "", "below": "below ", "none": "none up to "}[self.kind]
+        return f"{words}{self.length:.0f}"
+
+
+def crossover(points: Sequence[tuple[int, float]]) -> Crossover:
+    """Where (length, ratio) passes 1 for good, on a straight line between neighbours in logarithmic scales.
+
+    >>> print(crossover([(1024, 0.5), (4096, 2.0)]), crossover([(512, 1.5)]), crossover([(512, 0.5)]), sep=", ")
+    2048, below 512, none up to 512
+    """
+    points = sorted(points)
+    if not points:
+        return Crossover("unknown", 0)
+    if points[-1][1] < 1:
+        return Crossover("none", points[-1][0])
+    slower = [i for i, (_, ratio) in enumerate(points) if ratio < 1]
+    if not slower:
+        return Crossover("below", points[0][0])
+    (n0, r0), (n1, r1) = points[slower[-1]], points[slower[-1] + 1]
+    share = -math.log(r0) / (math.log(r1) - math.log(r0))
+    return Crossover("at", math.exp(math.log(n0) + share * (math.log(n1) - math.log(n0))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One run."""
+
+    settings: Settings
+    machine: dict[str, Any]
+    inputs: str  #: what was attended to
+    gates: list[Gate] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    ratios: list[Ratio] = field(default_factory=list)
+    peers: list[PeerStatus] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    duration: float = 0.0  #: seconds
+
+    def gate(self, spec: str) -> Gate | None:
+        return next((gate for gate in self.gates if gate.method == spec), None)
+
+    def timing(self, side: str, length: int, part: Pass) -> Timing | None:
+        return next((t for t in self.timings if (t.side, t.length, t.part) == (side, length, part)), None)
+
+    def ratio(self, spec: str, against: str, length: int, part: Pass) -> Ratio | None:
+        key = (spec, against, length, part)
+        return next((r for r in self.ratios if (r.method, r.against, r.length, r.part) == key), None)
+
+    def crossover(self, spec: str, part: Pass) -> Crossover:
+        """From which length a method is faster than its baseline in float32."""
+        mine = [r for r in self.ratios if (r.method, r.against, r.part) == (spec, baseline(spec), part)]
+        return crossover([(r.length, r.speed.median) for r in mine])
+
+    def targets(self) -> list[Target]:
+        """The targets that this run can judge: none for other sizes than theirs."""
+        if any(getattr(self.settings, name) != size for name, size in TARGET_SIZES.items()):
+            return []
+        chosen = self.settings
+        return [
+            t for t in TARGETS if t.method in chosen.methods and t.part in chosen.passes and t.length in chosen.lengths
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, from which `from_dict` makes an equal object."""
+        crossovers = {
+            part: {spec: self.crossover(spec, part)._asdict() for spec in self.settings.methods}
+            for part in self.settings.passes
+        }
+        return {"format": 1, **_plain(asdict(self)), "crossovers": crossovers}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Bench:
+        """The run that `as_dict` wrote."""
+        if data.get("format") != 1:
+            raise ValueError(f"format={data.get('format')!r} is not 1, the only one that is known")
+        chosen = data["settings"]
+        settings = Settings(**{**chosen, "methods": tuple(chosen["methods"]), "lengths": tuple(chosen["lengths"])})
+        return cls(
+            settings=settings,
+            machine=data["machine"],
+            inputs=data["inputs"],
+            gates=[Gate(**gate) for gate in data["gates"]],
+            timings=[Timing(**{**t, "seconds": _interval(t["seconds"])}) for t in data["timings"]],
+            ratios=[Ratio(**{**r, "speed": Interval(**r["speed"])}) for r in data["ratios"]],
+            peers=[PeerStatus(**peer) for peer in data["peers"]],
+            facts=[Fact(**{**f, "value": _interval(f["value"])}) for f in data["facts"]],
+            duration=data["duration"],
+        )
+
+
+def baseline(spec: str) -> str:
+    """The exact attention that a method is compared with: with the value layer where it saves work of that."""
+    return SDPA_PROJECTION if method(spec).supports.projection else SDPA
+
+
+def _interval(found: dict[str, float] | None) -> Interval | None:
+    return None if found is None else Interval(**found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Interval):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,100 @@
+"""From how many tokens on a method's attention call is faster than exact attention, on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.contract import Projection, Unsupported
+from sparing.contract import method as _method
+from sparing.transformers.watch import Seen
+from sparing.workbench.calls import Side, exact_side, method_side, samples_values
+from sparing.workbench.timing import Interval, interval, race
+
+#: Lengths that are raced, as long as a round takes no more than `PATIENCE` seconds.
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+PATIENCE = 6.0
+_ROUNDS = 3
+MARGIN = 1.03  #: ratios below are as likely noise
+
+
+@dataclass(frozen=True)
+class Point:
+    """A race at one length."""
+
+    length: int
+    ratio: Interval  #: time of SDPA / time of the method
+
+
+@torch.no_grad()
+def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[dict[str, Interval | None], float]:
+    """Time of SDPA / time of each method on real queries and keys, joined or repeated to make up the length.
+
+    seen: calls of one layer. A method that cannot run there has None. All sides run in turn, in one race; the second
+    result is how many seconds a quiet round of it takes.
+    """
+    joined = _joined(seen, length)
+    sides: dict[str, Side] = {"sdpa": exact_side(joined, with_values=False)}
+    if any(samples_values(_method(spec), joined) for spec in specs):
+        sides["sdpa with values"] = exact_side(joined, with_values=True)
+    for spec in specs:
+        side = method_side(joined, _method(spec))
+        try:
+            side()  # warms up
+        except Unsupported:
+            continue
+        sides[spec] = side
+    taken = dict(zip(sides, race(list(sides.values()), [_ROUNDS] * len(sides)), strict=True))
+
+    def ratio(spec: str) -> Interval | None:
+        if spec not in taken:
+            return None
+        rival = taken["sdpa with values" if samples_values(_method(spec), joined) else "sdpa"]
+        return interval([a / b for a, b in zip(rival, taken[spec], strict=True)])
+
+    return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values()))
+
+
+def crossover(points: Sequence[Point]) -> int | None:
+    """The length from which on the method is faster at all lengths that were raced; None if it never is.
+
+    Between two lengths the ratio is taken to follow a power of the length.
+
+    >>> crossover([Point(512, Interval(0.5, 0.5, 0.5)), Point(2048, Interval(2.0, 2.0, 2.0))])
+    1055
+    """
+    faster = [point.ratio.median > MARGIN for point in points]
+    if not faster or not faster[-1]:
+        return None
+    first = len(faster) - next((i for i, good in enumerate(reversed(faster)) if not good), len(faster))
+    if first == 0:
+        return points[0].length
+    below, above = points[first - 1], points[first]
+    logs = [math.log(point.ratio.median / MARGIN) for point in (below, above)]
+    share = -logs[0] / (logs[1] - logs[0])
+    return round(below.length * (above.length / below.length) ** share)
+
+
+def _joined(seen: Sequence[Seen], length: int) -> Seen:
+    """One call of so many tokens."""
+
+    def along(tensors: Sequence[Tensor], dim: int) -> Tensor:
+        whole = torch.cat(list(tensors), dim)
+        times = [1] * whole.dim()
+        times[dim] = -(-length // whole.shape[dim])
+        return whole.repeat(times).narrow(dim, 0, length).contiguous()
+
+    first = seen[0]
+    value: Any
+    if isinstance(first.value, Projection):
+        inputs = along([each.value.x for each in seen if isinstance(each.value, Projection)], 1)
+        value = Projection(inputs, first.value.weight, first.value.bias)
+    else:
+        value = along([each.projected for each in seen], 2)
+    query, key = along([each.query for each in seen], 2), along([each.key for each in seen], 2)
+    return Seen(first.layer, query, key, value, {**first.call, "attn_mask": None})

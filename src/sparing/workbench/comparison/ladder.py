@@ -1,0 +1,35 @@
+"""Budgets to try of every method that is meant for pretrained weights."""
+
+from __future__ import annotations
+
+from sparing.contract import method
+
+
+def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
+    """Specs for documents of so many tokens, cheap ones first in each method; oracles at the same budgets last."""
+    few, some, many = (max(length // part, 1) for part in (32, 8, 2))
+    windows = [max(size // 2 * 2, 2) for size in ((some, length // 4, many) if causal else (some, many))]
+    if causal:
+        specs = [
+            *(f"window(size={size}, sinks=4)" for size in windows),
+            "multipole(clusters=16, keys=200, window=0, sinks=4, cap=8, steps=6, tolerance=0.02)",
+            "multipole(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
+            "multipole(clusters=48, keys=600, window=0, sinks=4, cap=8, steps=6, tolerance=0.0008)",
+            *(f"random_features(features={count})" for count in (64, 256)),
+            *(f"lsh(rounds=4, chunk={size})" for size in (32, 64)),
+        ]
+    else:
+        specs = [
+            *(f"window(size={size}, sinks=1)" for size in windows),
+            *(f"nystrom(landmarks={count})" for count in (16, 64, 128) if count <= many),
+            *(f"lsh(rounds=4, chunk={size})" for size in (16, 32, 64)),
+            f"multipole(clusters={max(length // 16, 1)}, keys={max(length // 16, 1)}, window=16)",
+            f"multipole(clusters={some}, keys={max(length * 3 // 20, 1)}, window=16)",
+            f"multipole(clusters={some}, keys={max(length * 5 // 16, 1)}, window=16)",
+            *(f"random_features(features={count})" for count in (64, 256)),
+            *(f"monte_carlo(alpha={alpha}, estimator=mean)" for alpha in (0.1, 0.2, 0.4)),
+        ]
+    specs += [f"top_keys(keys={few})", f"top_keys(keys={some})"]
+    if not causal:  # minutes for a document, in a language model
+        specs += ["value_aware(keys=8)", f"sampled(samples={some})"]
+    return tuple(dict.fromkeys(str(method(spec)) for spec in specs))

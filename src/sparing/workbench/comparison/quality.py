@@ -1,0 +1,133 @@
+"""How wrong a method makes a model on some documents: layer by layer, head by head, and at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.contract import Method
+from sparing.contract import method as _method
+from sparing.functional import attention, inspect
+from sparing.models import Subject
+from sparing.transformers.watch import Seen, rehearse, swapped
+from sparing.workbench.error import rank_correlation
+from sparing.workbench.outputs import Digest, digest, end_of, nearest
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Of one layer, fed with exact inputs: relative L2 errors of its output, means over documents."""
+
+    layer: str
+    substitution: float  #: the method's own target against softmax attention
+    approximation: float  #: the estimate against the method's own target
+    total: float
+    heads: tuple[float, ...]  #: total error of each
+    bar: float | None = None  #: how well the method's own prediction ranks the rows' true errors: rank correlation
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One method with one seed in all layers."""
+
+    layers: tuple[LayerError, ...]
+    errors: tuple[float, ...]  #: total error of each document, mean over layers
+    keys_read: float | None  #: by a query, on average
+    flops: float  #: share of exact attention's
+    ends: tuple[dict[str, float], ...]  #: what happened to the model's output, for each document; see `ends.END_OF`
+
+
+@torch.no_grad()
+def quality(
+    subject: Subject,
+    rows: Sequence[Tensor],
+    what: str | Method,
+    *,
+    seed: int = 0,
+    pairs: Sequence[Tensor] | None = None,
+    types: Sequence[Tensor] | None = None,
+) -> Quality:
+    """Run each document [n] twice, alone and unpadded: exactly, looking at every layer, and with the method.
+
+    The first run is the exact model's, so it also gives what the second one's output is compared with.
+
+    pairs: a second text of each document, for an encoder; how similar the two are is then known, too.
+    types: of the tokens, where a document is two texts that a classifier reads as one.
+    """
+    method = _method(what)
+    watch = _Watch(method)
+    ends: list[dict[str, float]] = []
+    outputs: list[tuple[Digest, Digest]] = []
+    read: list[float] = []
+    work = [0.0, 0.0]
+    for number, ids in enumerate(rows):
+        inputs = [ids] if pairs is None else [ids, pairs[number]]
+        kinds = None if types is None else types[number]
+        with rehearse(subject.model, method, watch, seed=seed):
+            exact = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
+        watch.next()
+        with swapped(subject.model, method, seed=seed) as handle:
+            found = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
+            total = handle.statistics().total
+        ends.append(end_of(subject.kind, exact, found))
+        outputs.append((exact[0], found[0]))
+        read += [] if total.keys_read is None else [total.keys_read]
+        work = [work[0] + total.tally.flops, work[1] + total.tally.exact_flops]
+    for end, near in zip(ends, nearest(outputs), strict=False):
+        end |= near
+    return Quality(
+        layers=watch.layers(), errors=watch.documents(), keys_read=sum(read) / len(read) if read else None,
+        flops=work[0] / work[1] if work[1] else 1.0, ends=tuple(ends),
+    )  # fmt: skip
+
+
+class _Watch:
+    """Compares a method with exact attention at every call of every layer."""
+
+    def __init__(self, method: Method) -> None:
+        self.method, self.target = method, method.exact_target()
+        self.found: dict[str, list[tuple[float, ...]]] = {}  # by layer, the documents' errors and those of the heads
+        self.bars: dict[str, list[float]] = {}
+        self.now: list[float] = []
+        self.totals: list[float] = []
+
+    def __call__(self, seen: Seen) -> None:
+        def run(method: str | Method, value: Any) -> Tensor:
+            return attention(seen.query, seen.key, value, **{**seen.call, "method": method}).double()
+
+        exact = run("exact", seen.projected)
+        value = seen.value if self.method.supports.projection else seen.projected
+        noted = inspect(seen.query, seen.key, value, brief=True, **{**seen.call, "method": self.method})
+        found = noted.output.double()
+        own = found if self.target is None else run(self.target, seen.projected)
+        scale = max(float(exact.norm()), 1e-300)
+        split = [float((a - b).norm()) / scale for a, b in ((own, exact), (found, own), (found, exact))]
+        wrong, whole = (torch.linalg.vector_norm(x, dim=(0, 2, 3)) for x in (found - exact, exact))
+        heads = wrong / whole.clamp_min(1e-300)
+        self.found.setdefault(seen.layer, []).append((*split, *heads.tolist()))
+        if "error" in noted.statistics:
+            rank = rank_correlation(noted.statistics["error"].flatten(), (found - exact).norm(dim=-1).flatten())
+            if not math.isnan(rank):  # all rows predict the same, such as none
+                self.bars.setdefault(seen.layer, []).append(rank)
+        self.now.append(split[2])
+
+    def next(self) -> None:
+        """The document is over."""
+        self.totals.append(sum(self.now) / len(self.now) if self.now else 0.0)
+        self.now = []
+
+    def layers(self) -> tuple[LayerError, ...]:
+        means = {name: [sum(x) / len(x) for x in zip(*calls, strict=True)] for name, calls in self.found.items()}
+        bars = {name: sum(found) / len(found) for name, found in self.bars.items()}
+        return tuple(
+            LayerError(name, *mean[:3], heads=tuple(mean[3:]), bar=bars.get(name))  # type: ignore[misc]
+            for name, mean in means.items()
+        )
+
+    def documents(self) -> tuple[float, ...]:
+        return tuple(self.totals)

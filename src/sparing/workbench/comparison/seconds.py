@@ -1,0 +1,93 @@
+"""How fast a method is where the user has it: its attention calls, and the whole model, against exact SDPA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparing.contract import Method
+from sparing.contract import method as _method
+from sparing.models import Subject
+from sparing.transformers.watch import Seen, rehearse, swapped
+from sparing.workbench.calls import exact_side, method_side, samples_values
+from sparing.workbench.memory import peak_extra_bytes
+from sparing.workbench.timing import Interval, interval, speed_ratio
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Ratios above 1 are gains. Bytes are the most that a run of the model took beyond what it found."""
+
+    attention: Interval | None  #: time of SDPA / time of the method in the middle layer; None for oracles
+    model: Interval | None  #: time of the exact model / time with the method in all layers
+    exact_model: float  #: seconds of the exact model
+    bytes: int | None
+    exact_bytes: int | None
+    batched: Interval | None = None  #: as `model`, for a batch of documents that are padded to one length
+
+
+@torch.no_grad()
+def seconds(
+    subject: Subject,
+    ids: Tensor,
+    what: str | Method,
+    *,
+    seed: int = 0,
+    rounds: int = 5,
+    batch: Sequence[Tensor] = (),
+) -> Seconds:
+    """Of one document [n], unpadded, and of a batch, if there is one. Both sides run in turn."""
+    method = _method(what)
+    if method.oracle:
+        return Seconds(None, None, _alone(lambda: subject.run(ids)), None, None)
+    seen: list[Seen] = []
+    with rehearse(subject.model, method, seen.append, seed=seed):
+        subject.run(ids)
+    found = None
+    if seen:
+        middle = seen[len(seen) // 2]
+        exact = exact_side(middle, with_values=samples_values(method, middle))
+        found = speed_ratio(exact, method_side(middle, method), rounds=2 * rounds)
+    slow, fast = _in_turn(subject, lambda: subject.run(ids), method, seed, rounds)
+    exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
+    with swapped(subject.model, method, seed=seed):
+        taken = peak_extra_bytes(lambda: subject.run(ids))
+    batched = None
+    if batch:
+        batched = _ratios(*_in_turn(subject, lambda: subject.run_batch(batch), method, seed, min(rounds, 3)))
+    return Seconds(found, _ratios(slow, fast), interval(slow).median, taken, exact_bytes, batched)
+
+
+def _in_turn(
+    subject: Subject, run: Callable[[], object], method: Method, seed: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of the exact model and of the approximated one, round by round, in alternating order."""
+
+    def approximated() -> float:
+        with swapped(subject.model, method, seed=seed):
+            return _alone(run)
+
+    slow: list[float] = []
+    fast: list[float] = []
+    for number in range(rounds + 1):
+        sides: list[Callable[[], None]] = [
+            lambda: slow.append(_alone(run)),
+            lambda: fast.append(approximated()),
+        ]
+        for side in sides if number % 2 else reversed(sides):
+            side()
+    return slow[1:], fast[1:]  # the first round warms up
+
+
+def _ratios(slow: Sequence[float], fast: Sequence[float]) -> Interval:
+    return interval([a / b for a, b in zip(slow, fast, strict=True)])
+
+
+def _alone(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

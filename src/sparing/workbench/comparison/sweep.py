@@ -1,0 +1,203 @@
+"""All measurements of a comparison, cell by cell: errors spread over processes, times alone, everything kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from sparing.contract import Unsupported
+from sparing.contract import method as _method
+from sparing.models import Subject
+from sparing.store import Cell, Store
+from sparing.transformers.watch import Seen
+from sparing.workbench.calls import middle_calls
+from sparing.workbench.cells import measured
+from sparing.workbench.comparison.crossover import LENGTHS, PATIENCE, Point, race_at
+from sparing.workbench.comparison.maps import Map, can_draw, maps
+from sparing.workbench.comparison.quality import quality
+from sparing.workbench.comparison.seconds import seconds
+from sparing.workbench.prepare import Prepared, Source, fetched
+from sparing.workbench.timing import Interval, threads
+
+#: Oracles take long, and are yardsticks: the first documents do.
+ORACLE_DOCUMENTS = 2
+_HEADS = 6  # that are drawn, of different layers
+
+Found = dict[str, list[dict[str, Any]]]  #: of each spec, a `Quality` of each seed, or why it is refused
+
+
+class Sweep:
+    """What `compare` measures."""
+
+    def __init__(
+        self,
+        given: Prepared,
+        specs: Sequence[str],
+        store: Store,
+        here: dict[str, Any],
+        *,
+        seeds: int,
+        rounds: int,
+        batch: int,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.given, self.specs, self.store, self.here = given, list(specs), store, here
+        self.seeds, self.rounds, self.progress = seeds, rounds, progress
+        self.batch = given.rows[:batch] if batch > 1 else ()
+        self.of = {
+            "model": given.subject.fingerprint, "tokens": given.fingerprint,
+            "versions": [here["torch"], here["transformers"], here["sparing"]],
+        }  # fmt: skip
+        self.done, self.steps = 0, len(self._quality_cells()) + len(specs) + len(LENGTHS)
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in the batch."""
+        if not self.batch:
+            return 0.0
+        sizes = [len(ids) for ids in self.batch]
+        return 1 - sum(sizes) / (len(sizes) * max(sizes))
+
+    def qualities(self, jobs: int, backend: str | None) -> Found:
+        """Errors and ends of every method and seed."""
+        cells = self._quality_cells()
+        # A model without a name goes to other processes as it is.
+        source: Source = self.given.source if jobs > 1 or backend is not None else self.given.subject
+        work = functools.partial(_quality, source, self.given.rows, self.given.pairs, self.given.types)
+        found: Found = {spec: [] for spec in self.specs}
+        parts = measured(cells, work, self.store, jobs=jobs, backend=backend, done=self._tell)
+        for cell, part in zip(cells, parts, strict=True):
+            found[cell["method"]].append(part)
+        return found
+
+    def _quality_cells(self) -> list[Cell]:
+        rows = len(self.given.rows)
+        return [
+            {
+                "what": "quality",
+                **self.of,
+                "method": spec,
+                "seed": seed,
+                "documents": min(rows, ORACLE_DOCUMENTS) if _method(spec).oracle else rows,
+            }
+            for spec in self.specs
+            for seed in range(self.seeds if _method(spec).supports.stochastic else 1)
+        ]
+
+    def seconds(self) -> dict[str, dict[str, Any]]:
+        """Times and memory of every method, one after the other."""
+        cells: list[Cell] = [
+            {
+                "what": "seconds",
+                **self.of,
+                "machine": self.here,
+                "rounds": self.rounds,
+                "method": spec,
+                "batch": len(self.batch),
+            }
+            for spec in self.specs
+        ]
+        found = measured(cells, self._seconds, self.store, done=self._tell)
+        return dict(zip(self.specs, found, strict=True))
+
+    def _seconds(self, cell: Cell) -> dict[str, Any]:
+        with threads(self.here["threads"]):
+            try:
+                found = seconds(
+                    self.given.subject, self.given.typical, cell["method"], rounds=self.rounds, batch=self.batch
+                )
+            except Unsupported as error:
+                return {"refused": str(error)}
+        return asdict(found)
+
+    def points(self) -> dict[str, tuple[Point, ...]]:
+        """Races of the middle layer's calls at growing lengths, until a round takes too long."""
+        racers = [spec for spec in self.specs if not _method(spec).oracle and _method(spec).name != "exact"]
+        found: dict[str, list[Point]] = {spec: [] for spec in racers}
+        seen: list[Seen] = []  # when it is first needed
+        for length in LENGTHS if racers else ():
+            cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
+            race = functools.partial(self._race, racers, length, seen)
+            (part,) = measured([cell], race, self.store, done=self._tell)
+            for spec, ratio in part["ratios"].items():
+                if ratio is not None:
+                    found[spec].append(Point(length, Interval(*ratio)))
+            if part["seconds"] > PATIENCE / 4:  # the next length takes up to four times as long
+                break
+        return {spec: tuple(points) for spec, points in found.items()}
+
+    def _race(self, racers: Sequence[str], length: int, seen: list[Seen], cell: Cell) -> dict[str, Any]:
+        with threads(self.here["threads"]):
+            if not seen:
+                seen += middle_calls(self.given.subject, self.given.rows, [*racers, "top_keys(keys=1)"])
+            if not seen:
+                return {"ratios": {}, "seconds": PATIENCE}
+            ratios, taken = race_at(seen, racers, length)
+        return {"ratios": ratios, "seconds": taken}
+
+    def maps(self, found: Found, head: tuple[int, int] | None) -> tuple[Map, ...]:
+        """Pictures of the most fragile heads, and of one that the user names."""
+        heads = fragile(found)
+        names = layer_names(found)
+        if head is not None and head[0] < len(names):
+            heads = list(dict.fromkeys([(names[head[0]], *head), *heads]))
+        drawable = [spec for spec in self.specs if can_draw(_method(spec)) and "refused" not in found[spec][0]]
+        if not heads or not drawable:
+            return ()
+        cells = [
+            {"what": "map", **self.of, "method": spec, "heads": [list(each) for each in heads]}
+            for spec in dict.fromkeys(["exact", *drawable])
+        ]
+        parts = measured(cells, functools.partial(_maps, self.given.subject, self.given.rows[0], heads), self.store)
+        return tuple(Map(**each) for part in parts for each in part)
+
+    def _tell(self, cell: Cell, again: bool) -> None:
+        self.done += 1
+        self.progress(
+            f"{cell.get('method', cell.get('length'))}: {cell['what']}", self.done, max(self.steps, self.done)
+        )
+
+
+def fragile(found: Found) -> list[tuple[str, int, int]]:
+    """The worst head of each layer, for the layers with the worst: name, number, head."""
+    totals: dict[tuple[str, int, int], float] = {}
+    for spec, (first, *_) in found.items():
+        if "refused" in first or _method(spec).oracle:
+            continue
+        for number, layer in enumerate(first["layers"]):
+            for head, error in enumerate(layer["heads"]):
+                key = (layer["layer"], number, head)
+                totals[key] = totals.get(key, 0.0) + min(error, 1.0)  # one that blew up is no worse than wrong
+    worst: dict[str, tuple[str, int, int]] = {}
+    for key in sorted(totals, key=lambda key: (-totals[key], key[1:])):
+        worst.setdefault(key[0], key)
+    return sorted(list(worst.values())[:_HEADS], key=lambda key: key[1])
+
+
+def layer_names(found: Found) -> list[str]:
+    """Of the layers that ran a method."""
+    return next(([layer["layer"] for layer in x["layers"]] for x, *_ in found.values() if "refused" not in x), [])
+
+
+def _quality(
+    source: Source,
+    rows: Sequence[Tensor],
+    pairs: Sequence[Tensor] | None,
+    types: Sequence[Tensor] | None,
+    cell: Cell,
+) -> Any:
+    with threads(1):
+        some = rows[: cell["documents"]]
+        try:
+            return asdict(quality(fetched(source), some, cell["method"], seed=cell["seed"], pairs=pairs, types=types))
+        except Unsupported as error:
+            return {"refused": str(error)}
+
+
+def _maps(subject: Subject, ids: Tensor, heads: Sequence[tuple[str, int, int]], cell: Cell) -> Any:
+    with threads(1):
+        return [asdict(each) for each in maps(subject, ids, cell["method"], heads)]

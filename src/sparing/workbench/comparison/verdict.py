@@ -1,0 +1,282 @@
+"""What a comparison says: a row for each method and budget, a verdict in words, one sentence on top."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparing.contract import method as _method
+from sparing.from_json import build, parse
+from sparing.store import add_checksum, verify_checksum
+from sparing.workbench.comparison.crossover import MARGIN, Point, crossover
+from sparing.workbench.comparison.maps import Map
+from sparing.workbench.comparison.quality import LayerError
+from sparing.workbench.comparison.seconds import Seconds
+from sparing.workbench.estimate import Estimate, estimate
+from sparing.workbench.metrics import End, Metric, scores
+from sparing.workbench.timing import Interval
+
+FORMAT = 1
+#: Words of a verdict.
+FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower here", "not safe", "oracle", "refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one setting."""
+
+    method: str
+    verdict: str
+    refused: str | None = None  #: why it cannot run in this model; nothing else is known then
+    change: Estimate | None = None  #: of the model's output, over documents; see `Comparison.metric`
+    error: Estimate | None = None  #: relative L2 error of the attention output, mean over layers, over documents
+    substitution: float | None = None  #: of which the method's own target against softmax attention
+    approximation: float | None = None  #: and the estimate against that target
+    layers: tuple[LayerError, ...] = ()
+    end: dict[str, float] | None = None  #: means over documents: cosine, perplexity, agreement, neighbours, ...
+    keys_read: float | None = None
+    flops: float | None = None  #: share of exact attention's
+    time: Seconds | None = None
+    points: tuple[Point, ...] = ()  #: speed of the attention call over the length
+    crossover: int | None = None  #: tokens from which on the call is faster; None: at none of the lengths of `points`
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `sparing.compare` found."""
+
+    model: str
+    kind: str
+    data: str
+    documents: int
+    tokens: int  #: of the longest
+    truncated: int  #: documents that were longer than that
+    skipped: int  #: documents without text, or of one token, which were left out
+    metric: str  #: what `change` measures
+    tolerance: float
+    seeds: int
+    machine: dict[str, Any]
+    batch: int  #: documents in the batches whose time was taken; 1: none
+    padding: float  #: share of padding in them
+    rows: tuple[Row, ...]
+    summary: str
+    maps: tuple[Map, ...] = ()  #: where the most fragile heads look
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat dictionary for each row, as `pandas.DataFrame` takes them."""
+        return [_flat(row) for row in self.rows]
+
+    def to_json(self) -> str:
+        """Everything, for `sparing report`."""
+        return json.dumps(add_checksum(finite({"format": FORMAT, **asdict(self)})), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Comparison:
+        """Read what `to_json` wrote; a ValueError names the part that is wrong."""
+        try:
+            held = parse(text)
+        except ValueError as error:
+            raise ValueError(f"a comparison is JSON, and this is not: {error}") from None
+        if not isinstance(held, dict) or "format" not in held:
+            raise ValueError("a comparison is a JSON object with 'format' and 'rows'")
+        held = verify_checksum(held)
+        if held.pop("format") != FORMAT:
+            raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}")
+        try:
+            found = build(cls, held)
+            found._check()
+        except ValueError as error:
+            raise ValueError(f"this is not a comparison as sparing writes it: {error}") from None
+        return found
+
+    def _check(self) -> None:
+        """Refuse what types cannot: reports rely on it."""
+        if not math.isfinite(self.tolerance):
+            raise ValueError("tolerance must be a number, not None")
+        for number, row in enumerate(self.rows):
+            if row.verdict not in (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED):
+                raise ValueError(f"rows[{number}].verdict={row.verdict!r} is not known")
+            if (row.refused is None) == (row.verdict == REFUSED):
+                raise ValueError(f"rows[{number}].refused says why the verdict is {REFUSED!r}, and nothing else")
+            if row.refused is None and (row.error is None or (row.change is None and row.verdict != ORACLE)):
+                raise ValueError(f"rows[{number}] has no change or no error")
+            if any(not layer.heads for layer in row.layers):
+                raise ValueError(f"rows[{number}].layers: a layer has no heads")
+        for number, each in enumerate(self.maps):
+            if not each.is_whole():
+                raise ValueError(f"maps[{number}].pixels must be base64 of side x side bytes, side={each.side}")
+
+
+_PARTS = ("substitution", "approximation")
+_NOT_MEANS = (  # of documents
+    "change", "label", "class", "exact_class", "classes", "neighbour", "exact_neighbour", "neighbour_label",
+    "exact_neighbour_label",
+)  # fmt: skip
+_RATIOS = ("attention", "model", "batched")
+
+
+def row_of(
+    spec: str,
+    parts: Sequence[dict[str, Any]],
+    time: dict[str, Any],
+    kind: str,
+    tolerance: float,
+    metric: Metric,
+    labels: Sequence[float] | None = None,
+    points: tuple[Point, ...] = (),
+) -> Row:
+    """One row from what was measured: a `Quality` of each seed, and `Seconds`, as dictionaries."""
+    if (refused := next((part["refused"] for part in parts if "refused" in part), None)) is not None:
+        return Row(spec, REFUSED, refused)
+    by_seed = [labelled(part["ends"], labels) for part in parts]
+    errors = [_mean(seeds) for seeds in zip(*(part["errors"] for part in parts), strict=True)]
+    layers = tuple(_layer(same) for same in zip(*(part["layers"] for part in parts), strict=True))
+    end = _ends(kind, by_seed)
+    taken = _seconds(time)
+    # An oracle runs on few documents, which may not be enough to have a neighbour.
+    change = metric.change(by_seed) if all(map(metric.fits, by_seed)) else None
+    substitution, approximation = (
+        _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
+    )
+    return Row(
+        spec, verdict(spec, change, taken, tolerance), change=change, error=estimate(errors), substitution=substitution,
+        approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"],
+        flops=_mean([part["flops"] for part in parts]), time=taken, points=points, crossover=crossover(points),
+    )  # fmt: skip
+
+
+def labelled(ends: Sequence[End], labels: Sequence[float] | None) -> list[End]:
+    """What is known about each document, with its label and, where that is a class, its nearest document's."""
+    if labels is None:
+        return list(ends)
+    found = [{**end, "label": label} for end, label in zip(ends, labels, strict=False)]
+    for end in found:
+        for which in ("exact_", ""):
+            if f"{which}neighbour" in end and "score" not in end:  # labels of pairs say how similar they are
+                end[f"{which}neighbour_label"] = labels[int(end[f"{which}neighbour"])]
+    return found
+
+
+def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
+    """Means over documents and seeds, and scores against the labels."""
+    ends = [end for some in by_seed for end in some]
+    found = {name: _mean([end[name] for end in ends]) for name in ends[0] if name not in _NOT_MEANS}
+    if "neighbour" in ends[0]:
+        found["neighbours"] = _mean([float(end["exact_neighbour"] == end["neighbour"]) for end in ends])
+    against = [scores(kind, some) for some in by_seed]
+    return found | {name: _mean([one[name] for one in against]) for name in against[0]}
+
+
+def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float) -> str:
+    """Safe: the whole interval is within the tolerance. Faster: the whole model is, in three rounds of four."""
+    if _method(spec).oracle:
+        return ORACLE
+    if not (change is not None and change.most is not None and change.most <= tolerance):
+        return UNSAFE
+    faster = time.model is not None and time.model.low > MARGIN and _method(spec).name != "exact"
+    return FASTER if faster else SLOWER
+
+
+def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
+    """What to do, in one sentence."""
+    on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
+    within = f"within {percentage(tolerance)} ({metric})"
+    if documents == 1:
+        return f"{on} nothing can be called safe: one document has no interval; give more."
+    good = [row for row in rows if row.verdict == FASTER]
+    if good:
+        best = max(good, key=lambda row: row.time.model.median)  # type: ignore[union-attr]
+        assert best.change is not None
+        assert best.time is not None
+        assert best.time.model is not None
+        return (
+            f"{on}, {best.method} is {best.time.model.median:.2f}x as fast as the exact model here, and {within}: "
+            f"{best.change.mean:.2%} on average."
+        )
+    tried = [row for row in rows if row.verdict in (SLOWER, UNSAFE) and _method(row.method).name != "exact"]
+    safe = [row for row in tried if row.verdict == SLOWER]
+    if not tried:
+        return f"{on} keep exact attention: nothing that could replace it was measured."
+    if safe:
+        return (
+            f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
+            + _later(safe, tokens)
+        )
+    return f"{on} keep exact attention: no setting stays {within}."
+
+
+def _later(safe: Sequence[Row], tokens: int) -> str:
+    """Where the attention call of a safe setting begins to pay, if that is beyond these documents."""
+    pays = [row for row in safe if row.crossover is not None and row.crossover > tokens]
+    if not pays:
+        return ""
+    best = min(pays, key=lambda row: row.crossover or 0)
+    assert best.change is not None
+    assert best.crossover is not None
+    return (
+        f" From about {rounded(best.crossover)} tokens the attention of {best.method} is faster than exact attention "
+        f"on this machine (its change here: {best.change.mean:.2%})."
+    )
+
+
+def percentage(share: float) -> str:
+    """Of a tolerance, which is never 0.
+
+    >>> percentage(0.01), percentage(2e-6)
+    ('1.00%', '0.0002%')
+    """
+    return f"{share:.2%}" if share >= 1e-4 else f"{100 * share:.2g}%"
+
+
+def rounded(tokens: int) -> str:
+    """Two digits are all that a crossover is good for.
+
+    >>> rounded(2874)
+    '2,900'
+    """
+    digits = max(len(str(tokens)) - 2, 0)
+    return f"{round(tokens, -digits):,}"
+
+
+def _layer(same: Sequence[dict[str, Any]]) -> LayerError:
+    bars = [each["bar"] for each in same if each["bar"] is not None]
+    numbers = {name: _mean([each[name] for each in same]) for name in (*_PARTS, "total")}
+    heads = tuple(_mean(head) for head in zip(*(each["heads"] for each in same), strict=True))
+    return LayerError(same[0]["layer"], **numbers, heads=heads, bar=_mean(bars) if bars else None)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _seconds(held: dict[str, Any]) -> Seconds:
+    ratios = {name: None if held[name] is None else Interval(*held[name]) for name in _RATIOS}
+    return Seconds(**{**held, **ratios})
+
+
+def finite(value: Any) -> Any:
+    """Without NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {"method": row.method, "verdict": row.verdict, "refused": row.refused}
+    for name in ("change", "error"):
+        value: Estimate | None = getattr(row, name)
+        found |= {name: value and value.mean, f"{name}_low": value and value.low, f"{name}_high": value and value.high}
+    for name in (*_PARTS, "keys_read", "flops"):
+        found[name] = getattr(row, name)
+    found |= row.end or {}
+    for name in _RATIOS:
+        ratio: Interval | None = getattr(row.time, name, None)
+        found[f"{name}_speed"] = ratio and ratio.median
+    found["bytes"], found["exact_bytes"] = getattr(row.time, "bytes", None), getattr(row.time, "exact_bytes", None)
+    found["crossover"] = row.crossover
+    return found

@@ -1,0 +1,94 @@
+"""What happened at the end of a model: outputs in little, as plain data, and what tells two of them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.models import Subject
+
+Digest = dict[str, Any]  #: of one document's output; numbers and lists of them, so that JSON keeps it to the bit
+
+
+def digest(subject: Subject, ids: Tensor, output: Any, *, item: int = 0) -> Digest:
+    """What is kept of the model's output for the tokens [n] of a document: all that `END_OF` looks at.
+
+    item: which of the batch, where nothing in it is padded.
+    """
+    if subject.kind == "encoder":
+        return {"embedding": output.last_hidden_state[item].double().mean(0).tolist()}
+    if subject.kind == "language model":
+        logits, wanted = output.logits[item, :-1], ids[1:].to(output.logits.device)
+        loss = float(torch.nn.functional.cross_entropy(logits.float(), wanted))
+        return {"loss": loss, "next": logits.argmax(-1).tolist()}
+    apart = getattr(subject.model.config, "problem_type", None) == "multi_label_classification"
+    return {"logits": output.logits[item].double().tolist(), "apart": apart}
+
+
+def embedding(kept: Digest) -> Tensor:
+    """Of an encoder's digest."""
+    return torch.tensor(kept["embedding"], dtype=torch.float64)
+
+
+def _of_encoder(exact: Digest, found: Digest) -> dict[str, float]:
+    cosine = torch.nn.functional.cosine_similarity(embedding(exact), embedding(found), dim=0)
+    return {"cosine": float(cosine), "change": 1 - float(cosine)}
+
+
+def _of_language_model(exact: Digest, found: Digest) -> dict[str, float]:
+    """Losses in nats per token; `change`: of the perplexity."""
+    same = [a == b for a, b in zip(exact["next"], found["next"], strict=True)]
+    change = float(torch.tensor(found["loss"] - exact["loss"]).double().expm1())
+    agree = sum(same) / len(same)
+    return {"exact_loss": exact["loss"], "loss": found["loss"], "agreement": agree, "change": change}
+
+
+def _of_classifier(exact: Digest, found: Digest) -> dict[str, float]:
+    """`change`: the largest difference of a class's probability, or of the score, if there is one only."""
+    a, b = (torch.tensor(kept["logits"], dtype=torch.float64) for kept in (exact, found))
+    if len(a) == 1:
+        return {"exact_score": float(a), "score": float(b), "change": abs(float(a - b))}
+    likely = torch.sigmoid if exact["apart"] else lambda x: x.softmax(-1)
+    change = float((likely(a) - likely(b)).abs().max())
+    same = float(a.argmax() == b.argmax())
+    return {
+        "exact_class": float(a.argmax()),
+        "class": float(b.argmax()),
+        "agreement": same,
+        "change": change,
+        "classes": len(a),
+    }
+
+
+#: What is said about a document, by kind of model, from the digests of its two outputs, the exact one first;
+#: `change` is 0 where nothing happened.
+END_OF = {"encoder": _of_encoder, "language model": _of_language_model, "classifier": _of_classifier}
+
+
+def end_of(kind: str, exact: Sequence[Digest], found: Sequence[Digest]) -> dict[str, float]:
+    """What is said about a document of one text, or of two: means, and how similar the two are (`score`)."""
+    each = [END_OF[kind](a, b) for a, b in zip(exact, found, strict=True)]
+    means = {name: sum(end[name] for end in each) / len(each) for name in each[0]}
+    if len(each) == 1:
+        return means
+    similar = torch.nn.functional.cosine_similarity
+    for name, (first, second) in (("exact_score", exact), ("score", found)):
+        means[name] = float(similar(embedding(first), embedding(second), dim=0))
+    return means
+
+
+def nearest(outputs: Sequence[tuple[Digest, Digest]]) -> list[dict[str, float]]:
+    """The number of each document's nearest other document by the cosine, exactly and approximated.
+
+    Empty where there are no embeddings, or fewer than three: two documents are always each other's.
+    """
+    if len(outputs) < 3 or "embedding" not in outputs[0][0]:
+        return []
+    sides = []
+    for side in zip(*outputs, strict=True):
+        rows = torch.nn.functional.normalize(torch.stack([embedding(kept) for kept in side]), dim=-1)
+        sides.append((rows @ rows.mT).fill_diagonal_(-torch.inf).argmax(-1).tolist())
+    return [{"exact_neighbour": float(a), "neighbour": float(b)} for a, b in zip(*sides, strict=True)]

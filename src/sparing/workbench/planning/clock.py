@@ -1,0 +1,106 @@
+"""What a recipe gains here: time or memory of attention calls, and of the whole model, against exact attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparing.contract import Unsupported
+from sparing.contract import method as _method
+from sparing.models import Subject
+from sparing.transformers.recipe import Recipe
+from sparing.workbench.calls import Side, exact_side, method_side, middle_calls, samples_values
+from sparing.workbench.comparison.crossover import MARGIN
+from sparing.workbench.memory import can_measure, peak_extra_bytes
+from sparing.workbench.planning.runs import running
+from sparing.workbench.timing import Interval, interval, race
+
+OBJECTIVES = ("time", "memory")
+_ROUNDS = 7  # of attention calls
+_ROUND = 0.02  # seconds of one side, in as many calls as that takes: short calls meet too much noise alone
+_NOISE = 2**20  # bytes that a peak is uncertain by
+
+
+def check_objective(objective: str) -> None:
+    """Raise where it is not known, or cannot be measured here."""
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}")
+    if objective == "memory" and not can_measure():
+        raise ValueError("objective='memory': this system does not tell the peak of a call; use objective='time'")
+
+
+def is_gain(ratio: Interval | None) -> bool:
+    """Whether three rounds of four saw more than noise."""
+    return ratio is not None and ratio.low > MARGIN
+
+
+@torch.no_grad()
+def call_gains(subject: Subject, ids: Tensor, specs: Sequence[str], objective: str) -> dict[str, Interval | None]:
+    """SDPA's time or peak over each method's, in a call of the middle layer for a document [n]; None: it cannot run."""
+    calls = middle_calls(subject, [ids], specs)
+    if not calls:
+        return dict.fromkeys(specs)
+    (seen,) = calls
+    rivals = {with_values: exact_side(seen, with_values=with_values) for with_values in (False, True)}
+    compared = _race if objective == "time" else _peaks
+    return {
+        spec: compared(rivals[samples_values(_method(spec), seen)], side)
+        if _runs(side := method_side(seen, _method(spec)))
+        else None
+        for spec in specs
+    }
+
+
+@torch.no_grad()
+def model_gain(subject: Subject, ids: Tensor, recipe: Recipe, objective: str, rounds: int) -> Interval:
+    """The exact model's time or peak over the recipe's, for a document [n], in turn: both meet the same noise."""
+    cost = _seconds if objective == "time" else _peak
+
+    def approximated() -> float:
+        with running(subject.model, recipe):
+            return cost(run)
+
+    def run() -> object:
+        return subject.run(ids)
+
+    ratios = []
+    for number in range(rounds + 1):
+        if number % 2:
+            exact, found = cost(run), approximated()
+        else:
+            found, exact = approximated(), cost(run)
+        ratios.append(exact / found)
+    return interval(ratios[1:])  # the first round warms up
+
+
+def _runs(side: Side) -> bool:
+    try:
+        side()
+    except Unsupported:
+        return False
+    return True
+
+
+def _race(exact: Side, candidate: Side) -> Interval:
+    """Pair by pair: the load of a machine changes from one second to the next."""
+    sides = (exact, candidate)
+    calls = [max(round(_ROUND / max(_seconds(side), 1e-6)), 1) for side in sides]
+    slow, fast = race(sides, [_ROUNDS] * 2, calls)
+    return interval([a / b for a, b in zip(slow, fast, strict=True)])
+
+
+def _peaks(exact: Side, candidate: Side) -> Interval:
+    return interval([_peak(exact) / _peak(candidate) for _ in range(_ROUNDS)])
+
+
+def _peak(call: Side) -> float:
+    return float(max(peak_extra_bytes(call) or 0, _NOISE))
+
+
+def _seconds(call: Side) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

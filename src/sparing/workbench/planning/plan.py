@@ -1,0 +1,136 @@
+"""From a tolerance to a recipe: what pays, where it does no harm, and what held-out documents say to it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sparing.contract import method as _method
+from sparing.documents import Documents, default
+from sparing.models import Subject
+from sparing.store import Store
+from sparing.workbench.comparison.ladder import ladder
+from sparing.workbench.machine import machine
+from sparing.workbench.metrics import Metric, metrics_of
+from sparing.workbench.planning import clock
+from sparing.workbench.planning.promise import Promise
+from sparing.workbench.planning.result import Plan
+from sparing.workbench.planning.steps import Work
+from sparing.workbench.prepare import Prepared, evaluating, fingerprint, prepare
+
+#: By default: 47 of them are held out, of which one may be beyond the tolerance. With 60, none of 40 may.
+DOCUMENTS = 70
+
+
+def plan(
+    model: Any,
+    texts: Documents | Sequence[str] | None = None,
+    *,
+    tolerance: float = 0.01,
+    tokenizer: Any = None,
+    metric: str | None = None,
+    objective: str = "time",
+    coverage: float = 0.9,
+    confidence: float = 0.95,
+    methods: Sequence[str] | None = None,
+    length: int | None = None,
+    documents: int | None = None,
+    extend_positions: bool = False,
+    seed: int = 0,
+    rounds: int = 7,
+    cache: str | Path | Store | None = None,
+    jobs: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
+) -> Plan:
+    """Choose what each attention layer runs, so that with this confidence a share `coverage` of documents like these
+    changes by no more than the tolerance, and the model gains on this machine; or say why it should stay exact.
+
+    model: a preset ("minilm", "smollm2"), a folder, a name on the hub, or a model object with its `tokenizer`.
+    texts: documents; None: Python's help topics. documents: how many to draw from them; None: 70, or all there are.
+    metric: "cosine" for an encoder, "perplexity" or "agreement" for a language model, "probability" or "agreement" for
+        a classifier, which all tell the change of one document; None: the first.
+    objective: "time", or "memory" for the peak of a run.
+    methods: specs; None: every training-free method that fits, with a few budgets.
+    length, extend_positions, cache, jobs: as for `compare`.
+    seed: of the draw and split of documents, and of methods that draw random numbers; the recipe keeps it.
+    rounds: of the timings of the model.
+
+    >>> found = sparing.plan("minilm", tolerance=1e-6, methods=["window(size=8)"], length=16, rounds=1, jobs=1)
+    >>> found.recipe.layers  # none is that close to exact attention
+    {}
+    """
+    promise = Promise(tolerance, coverage, confidence)
+    clock.check_objective(objective)
+    workers = jobs if jobs is not None else os.cpu_count() or 1
+    for name, number in (("rounds", rounds), ("jobs", workers)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    for name, wrong in (("texts", texts), ("methods", methods)):
+        if isinstance(wrong, str):
+            raise ValueError(f"{name}={wrong[:40]!r} must be a list, not one string")
+    named = None if methods is None else _usable(methods)
+    data = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
+    drawn = _drawn(data, DOCUMENTS if documents is None else documents, seed)
+    promise.refuse_few(len(drawn))
+    given = prepare(
+        model, drawn, tokenizer=tokenizer, length=length, documents=max(len(drawn), 1), extend=extend_positions
+    )
+    given = _distinct(given, data)
+    promise.refuse_few(len(given.rows))
+    store, here = Store.of(cache), machine()
+    store.prepare()
+    chosen = _metric(given.subject, metric)
+    causal = given.subject.kind == "language model"
+    specs = named or [spec for spec in ladder(given.tokens, causal=causal) if not _method(spec).oracle]
+    with evaluating(given.subject.model):
+        work = Work(given, promise, chosen, objective, store, here, seed=seed, rounds=rounds, progress=progress)
+        return work.plan(specs, workers)
+
+
+def _drawn(data: Documents, count: int, seed: int) -> Documents:
+    """Some documents at random, in random order, each text once: what is sorted or doubled would fool a split."""
+    if count < 1:
+        raise ValueError(f"documents={count} must be at least 1")
+    if data.pairs is not None:
+        raise ValueError("texts: these are pairs; a plan is for single documents")
+    texts = list(dict.fromkeys(data.texts))
+    random.Random(seed).shuffle(texts)
+    return replace(data, texts=tuple(texts[:count]), labels=None)
+
+
+def _distinct(given: Prepared, data: Documents) -> Prepared:
+    """Without documents that are the same once they are cut; the fingerprint is that of all the data."""
+    rows = {fingerprint([ids]): ids for ids in given.rows}
+    skipped = given.skipped + len(given.rows) - len(rows)
+    return replace(given, rows=tuple(rows.values()), skipped=skipped, data_fingerprint=data.fingerprint)
+
+
+def _metric(subject: Subject, name: str | None) -> Metric:
+    """Of those that tell the change of one document by itself."""
+    known = {
+        metric.name: metric for metric in metrics_of(subject.kind).values()
+        if metric.each is not None and "neighbour" not in metric.needs
+    }  # fmt: skip
+    if subject.kind == "classifier" and subject.model.config.num_labels == 1:
+        known.pop("agreement", None)  # a score is not the same or another
+    if name is not None and name not in known:
+        raise ValueError(
+            f"metric={name!r} is not one of {', '.join(known)}, which tell the change of one document here"
+        )
+    return known[name] if name is not None else next(iter(known.values()))
+
+
+def _usable(methods: Sequence[str]) -> list[str]:
+    """The specs, each once, after a look at whether they can be planned with."""
+    asked = [_method(spec) for spec in methods]
+    oracles = [str(method) for method in asked if method.oracle]
+    if oracles:
+        raise ValueError(f"methods: {oracles[0]} is an oracle, which needs the exact result; it cannot be planned")
+    specs = list(dict.fromkeys(str(method) for method in asked if method.name != "exact"))
+    if not specs:
+        raise ValueError("methods is empty; name at least one, such as 'window(size=64, sinks=1)'")
+    return specs

@@ -1,0 +1,89 @@
+"""What a plan says: a recipe, why, and the figures behind it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparing.transformers.recipe import Recipe
+from sparing.workbench.comparison.verdict import finite
+from sparing.workbench.planning.promise import Promise
+from sparing.workbench.planning.search import Figures
+from sparing.workbench.timing import Interval
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method that was raced against exact attention."""
+
+    method: str
+    gain: Interval | None  #: of one attention call, above 1 is better; None: it cannot run in this model
+    used: bool  #: whether it gains enough to be tried in layers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `sparing.plan` found. An empty recipe leaves every layer exact, and `reason` says why."""
+
+    recipe: Recipe
+    reason: str  #: what to do, in one sentence
+    model: str
+    model_fingerprint: str
+    kind: str
+    data: str
+    data_fingerprint: str
+    documents: int
+    tokens: int  #: of the longest
+    truncated: int  #: documents that were longer than that
+    skipped: int  #: documents without text, of one token, or that were there before
+    metric: str
+    words: str  #: what the metric measures
+    objective: str  #: "time" or "memory"
+    promise: Promise
+    machine: dict[str, Any]
+    candidates: tuple[Candidate, ...]
+    layers: dict[str, str]  #: what every attention layer runs
+    damages: dict[str, dict[str, float]]  #: layer -> method -> mean change where it alone runs that
+    steps: int  #: of the path from exact attention to the fastest that each layer bears
+    step: int  #: how far the recipe goes
+    calibration: Figures | None  #: of the step that calibration documents chose
+    checks: tuple[Figures, ...]  #: of the steps that held-out documents were asked about
+    ceiling: Interval | None  #: gain of the model with what saves most in every layer
+    gain: Interval | None  #: of the whole model, exact / recipe: above 1 is better; or of what was refused for it
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to turn on: no recipe is given that held-out documents did not confirm."""
+        return bool(self.recipe.layers)
+
+    @property
+    def held_out(self) -> Figures | None:
+        """What held-out documents say about the recipe, or about the last step that was refused."""
+        mine = [found for found in self.checks if found.step == self.step]
+        return mine[0] if mine else self.checks[-1] if self.checks else None
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat dictionary for each layer, as `pandas.DataFrame` takes them."""
+        return [
+            {"layer": layer, "method": spec, "damage": self.damages.get(layer, {}).get(spec, 0.0)}
+            for layer, spec in self.layers.items()
+        ]
+
+    def to_json(self) -> str:
+        """Everything; a recipe for `sparing.approximate` is under "recipe"."""
+        held = {**asdict(self), "recipe": self.recipe.to_dict(), "holds": self.holds}
+        return json.dumps(finite({"format": FORMAT, **held}), indent=1, allow_nan=False)
+
+
+def about(plan: Plan) -> dict[str, Any]:
+    """What its recipe says of itself; figures of steps that were refused are in the reason alone."""
+    held = asdict(plan.held_out) if plan.holds and plan.held_out is not None else None
+    gain = plan.gain._asdict() if plan.holds and plan.gain is not None else None
+    said = {"reason": plan.reason, **asdict(plan.promise), "metric": plan.metric, "objective": plan.objective}
+    seen = {"documents": plan.documents, "length": plan.tokens, "seed": plan.recipe.seed, "machine": plan.machine}
+    of = {name: getattr(plan, name) for name in ("model", "model_fingerprint", "data", "data_fingerprint")}
+    found: dict[str, Any] = finite({**said, "held_out": held, "gain": gain, **of, **seen})
+    return found

@@ -1,0 +1,98 @@
+"""Why a plan is as it is, in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from sparing.workbench.planning.promise import Promise
+from sparing.workbench.planning.result import Candidate, Plan
+from sparing.workbench.planning.search import Figures
+from sparing.workbench.timing import Interval
+
+KEEP = "Keep exact attention: "
+_LESS = {"time": "faster", "memory": "smaller in memory"}
+
+
+def how_much(gain: Interval, objective: str) -> str:
+    """A gain as people say it."""
+    if objective == "time":
+        return f"{gain.median:.2f}x as fast"
+    return f"at {1 / gain.median:.0%} of the memory"
+
+
+def no_candidate(candidates: Sequence[Candidate], tokens: int, objective: str) -> str:
+    """No attention call gains anything."""
+    raced = [(one.gain.median, one.gain, one.method) for one in candidates if one.gain is not None]
+    if not raced:
+        return f"{KEEP}no candidate can run in this model."
+    _, gain, best = max(raced)
+    return (
+        f"{KEEP}no candidate's attention is {_LESS[objective]} than exact attention at {tokens} tokens here (best: "
+        f"{best}, {how_much(gain, objective)})."
+    )
+
+
+def no_ceiling(ceiling: Interval, tokens: int, objective: str) -> str:
+    """Attention is too small a part of the model."""
+    return (
+        f"{KEEP}even with what saves most in every layer the model is {how_much(ceiling, objective)} at {tokens} "
+        "tokens here, which is no gain."
+    )
+
+
+def no_layer() -> str:
+    """Candidates pay, but not where the model is."""
+    return f"{KEEP}no attention layer of the model can run a candidate."
+
+
+def no_single(damages: Mapping[str, Mapping[str, float]], promise: Promise, words: str) -> str:
+    """Each change of one layer is too much."""
+    found = [(damage, spec, layer) for layer, each in damages.items() for spec, damage in each.items()]
+    known = [one for one in found if math.isfinite(one[0])]
+    if not known:
+        return no_layer()
+    damage, spec, layer = min(known)
+    return (
+        f"{KEEP}a single layer is too much already for {promise.tolerance:.2%} ({words}): the mildest, {spec} in "
+        f"{layer}, changes documents by {damage:.2%} on average."
+    )
+
+
+def no_step(first: Figures, promise: Promise, words: str) -> str:
+    """Calibration documents allow nothing."""
+    return (
+        f"{KEEP}no step leaves enough room within {promise.tolerance:.2%} ({words}): the first, in one layer, changes "
+        f"{first.documents} calibration documents by {first.mean:.2%} on average, {first.worst:.2%} at worst."
+    )
+
+
+def no_gain(gain: Interval, objective: str) -> str:
+    """What is within the tolerance gains nothing end to end."""
+    return (
+        f"{KEEP}what stays within the tolerance on the calibration documents is no gain end to end "
+        f"({how_much(gain, objective)})."
+    )
+
+
+def not_held(checks: Sequence[Figures], promise: Promise) -> str:
+    """Held-out documents refuse what calibration documents allowed."""
+    last = checks[-1]
+    return (
+        f"{KEEP}held-out documents do not show the promise: {last.violations} of {last.documents} are beyond "
+        f"{promise.tolerance:.2%}, so that {last.most:.1%} of such documents may be, with confidence "
+        f"{promise.confidence:g}."
+    )
+
+
+def success(plan: Plan) -> str:
+    """A recipe to turn on."""
+    held, gain = plan.held_out, plan.gain
+    assert held is not None
+    assert gain is not None
+    within = held.documents - held.violations
+    count = f"all {within}" if not held.violations else f"{within} of {held.documents}"
+    return (
+        f"Approximate {len(plan.recipe.layers)} of {len(plan.layers)} attention layers: {count} held-out documents "
+        f"stay within {plan.promise.tolerance:.2%} ({plan.words}), and the model is {how_much(gain, plan.objective)}."
+    )

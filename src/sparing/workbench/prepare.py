@@ -1,0 +1,178 @@
+"""What a measurement of a model starts from: the model, wherever it comes from, and documents as tokens."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparing.documents import Documents, default
+from sparing.models import Subject, load
+from sparing.transformers.positions import extend_positions
+from sparing.transformers.watch import is_approximated
+
+Source = tuple[str, int | None, str] | Subject  #: a model, or its name, its new positions and its fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A model and documents that it can read."""
+
+    subject: Subject
+    source: Source  #: for other processes, which load a model by its name, where it has one
+    rows: tuple[Tensor, ...]  #: token ids of each document
+    pairs: tuple[Tensor, ...] | None  #: those of a second text of each
+    labels: tuple[float, ...] | None  #: of each, if somebody knows
+    data: str  #: a name for the documents
+    data_fingerprint: str
+    longer: int  #: documents that were cut
+    skipped: int  #: documents without text, or of one token
+    types: tuple[Tensor, ...] | None = None  #: which of two texts each token is of, where a classifier reads two as one
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest document."""
+        return max(len(ids) for ids in self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens: what a model makes of them hangs on nothing else."""
+        beside = [part for part in (self.pairs, self.types) if part is not None]
+        return " with ".join(fingerprint(part) for part in (self.rows, *beside))
+
+    @property
+    def typical(self) -> Tensor:
+        """A document of median length."""
+        return sorted(self.rows, key=len)[len(self.rows) // 2]
+
+
+def prepare(
+    model: Any,
+    texts: Documents | Sequence[str] | None,
+    *,
+    tokenizer: Any = None,
+    length: int | None = None,
+    documents: int,
+    extend: bool = False,
+) -> Prepared:
+    """Load what has a name, cut what is too long, leave out what is empty; documents: at most so many, the first."""
+    if isinstance(texts, str):
+        raise ValueError(f"texts={texts[:40]!r} must be a list, not one string")
+    if documents < 1:
+        raise ValueError(f"documents={documents} must be at least 1")
+    if length is not None and length < 2:
+        raise ValueError(f"length={length} must be at least 2")
+    subject = _subject(model, tokenizer)
+    if is_approximated(subject.model):
+        raise ValueError("model: it is approximated already, and would be compared with itself; restore it first")
+    limit, new = subject.positions, None
+    if length is not None and limit is not None and length > limit:
+        if not extend:
+            raise ValueError(
+                f"length={length} is more than the {limit} positions of the model; shorten it, or "
+                "repeat its positions: --extend-positions, extend_positions=True"
+            )
+        new = length
+        subject = extended(subject, length)
+    usual = 1024 if subject.kind == "language model" else 512
+    given = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
+    most = length or min(usual, limit or usual)
+    pairs = types = None
+    if given.pairs is not None and subject.kind == "classifier":
+        rows, types, longer = subject.encode_pairs(given.texts[:documents], given.pairs[:documents], most)
+    else:
+        rows, longer = subject.encode(given.texts[:documents], most)
+    if given.pairs is not None and subject.kind == "language model":
+        raise ValueError("pair: an encoder compares two texts and a classifier reads both; this is a language model")
+    if given.pairs is not None and subject.kind == "encoder":
+        pairs, also = subject.encode(given.pairs[:documents], most)
+        longer += also
+    kept = [number for number, ids in enumerate(rows) if len(ids) > 1 and (pairs is None or len(pairs[number]) > 1)]
+    if not kept:
+        raise ValueError("texts: none has two tokens")
+    source = (str(model), new, subject.fingerprint) if isinstance(model, str | Path) else subject
+    labels = None
+    if given.labels is not None:
+        labels = tuple(_label(given.labels[number], subject, pairs is not None) for number in kept)
+    return Prepared(
+        subject, source, tuple(rows[number] for number in kept),
+        None if pairs is None else tuple(pairs[number] for number in kept), labels, given.name, given.fingerprint,
+        longer, len(rows) - len(kept) + given.empty, None if types is None else tuple(types[number] for number in kept),
+    )  # fmt: skip
+
+
+def extended(subject: Subject, length: int) -> Subject:
+    """A copy with room for so many tokens."""
+    model = extend_positions(copy.deepcopy(subject.model), length)
+    return Subject(f"{subject.name} with positions for {length}", model, subject.tokenizer)
+
+
+def fetched(source: Source) -> Subject:
+    """The model, in whichever process this is."""
+    return source if isinstance(source, Subject) else _loaded(*source)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(name: str, length: int | None, fingerprint: str) -> Subject:
+    """For a process that may be used again after the files have changed."""
+    found = load(name) if length is None else extended(load(name), length)
+    if found.fingerprint != fingerprint:
+        raise ValueError(f"model: {name} has changed while it was measured")
+    return found
+
+
+def fingerprint(rows: Sequence[Tensor]) -> str:
+    """Of token ids."""
+    return hashlib.sha256(json.dumps([ids.tolist() for ids in rows]).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout; every part of the model is given back as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _subject(model: Any, tokenizer: Any) -> Subject:
+    if isinstance(model, Subject):
+        return model
+    if isinstance(model, str | Path):
+        return load(str(model))
+    if tokenizer is None:
+        raise ValueError(f"tokenizer: {type(model).__name__} came without one; pass tokenizer=")
+    found = Subject(type(model).__name__, model, tokenizer)
+    # A head that is neither a language model's nor a classifier's: the encoder below it is measured.
+    return found if found.kind != "encoder" else Subject(found.name, model.base_model, tokenizer)
+
+
+def _label(label: Any, subject: Subject, paired: bool) -> float:
+    """A number: of a class by its name, or as it is."""
+    known = getattr(subject.model.config, "label2id", None) or {}
+    if subject.kind == "classifier" and isinstance(label, str) and label in known:
+        return float(known[label])
+    try:
+        number = float(label)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    if subject.kind == "encoder" and not paired:  # equal or not is all that counts
+        return float(int(hashlib.sha256(str(label).encode()).hexdigest()[:12], 16))
+    names = (
+        f", nor a class of the model, such as {next(iter(known))!r}" if subject.kind == "classifier" and known else ""
+    )
+    raise ValueError(f"label {label!r} is no number{names}")

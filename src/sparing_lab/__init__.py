@@ -1,0 +1,1 @@
+"""The laboratory: data sets, training, and the papers' tables and figures measured again."""

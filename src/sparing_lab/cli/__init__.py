@@ -1,0 +1,1 @@
+"""The commands `sparing study` and `sparing train`."""

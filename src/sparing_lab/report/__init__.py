@@ -1,0 +1,1 @@
+"""Studies and training runs in the terminal, as files and as figures."""

@@ -1,0 +1,141 @@
+"""A training run, as the terminal shows it and as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from sparing.report.terminal import Terminal
+from sparing.store import add_checksum, write_files
+from sparing.workbench.machine import machine
+from sparing_lab.report.figure import drawn, panels, style
+from sparing_lab.tasks.kinds import KINDS
+from sparing_lab.training.config import Config
+from sparing_lab.training.loop import Trained, Training
+
+FORMAT = 1  #: of result.json
+FILES = ("result.json", "log.csv", "curve.png")
+
+
+def tasks_table() -> Table:
+    """What can be trained on."""
+    table = Table(
+        caption="Without --data, examples are generated or come with installed packages. hub:NAME takes a dataset of "
+        "the hub where the task reads files.", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for name in ("task", "length", "what is asked", "--data"):
+        table.add_column(name, no_wrap=name != "what is asked", justify="right" if name == "length" else "left")
+    for name, kind in KINDS.items():
+        table.add_row(name, str(kind.length), kind.about, kind.data)
+    return table
+
+
+def short(config: Config) -> str:
+    """Of a folder's name: the method, and what tells runs apart."""
+    method = "".join(letter if letter.isalnum() else "-" for letter in config.method).strip("-")
+    return f"{method[:40]}-{config.fingerprint[:6]}"
+
+
+def show_start(training: Training, again: bool, *, console: Terminal) -> None:
+    """What is about to happen."""
+    task, config = training.task, training.config
+    weights = sum(weight.numel() for weight in training.bare.parameters() if weight.requires_grad)
+    name = f"{task.name} {task.part}".strip()
+    lines = [
+        f"{name} ({task.data}): {len(task.train)} examples to learn from, {len(task.valid)} to try it on, "
+        f"{task.length} tokens at most",
+        f"{config.method}, {weights:,} weights, {config.steps} steps of {config.batch}",
+    ]
+    if training.accelerator.num_processes > 1:
+        lines[1] += f", {training.accelerator.num_processes} processes"
+    if again:
+        lines.append(f"goes on from step {training.step}")
+    console.print("\n".join(lines), soft_wrap=True)
+
+
+def show_end(found: Trained, *, console: Terminal) -> None:
+    """Records, and the best one beside chance."""
+    columns = [name for name in found.records[0] if name != "step"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "seconds", *columns):
+        table.add_column(name.replace("_", " "), justify="right")
+    for record, seconds in zip(found.records, found.times, strict=True):
+        table.add_row(f"{record['step']:.0f}", f"{seconds:.1f}", *(f"{record[name]:.4g}" for name in columns))
+    console.print(table)
+    metric, chance = found.task.metric, found.task.chance()
+    said = "learned something" if found.beats_chance else f"NOT shown on {len(found.task.valid)} examples to be better"
+    order = ""
+    if found.task.objective == "order":
+        order = f", its order accuracy {found.best['order_accuracy']:.4g} beside {found.task.commonest():.4g}"
+    console.print(
+        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that knows how often each answer "
+        f"occurs and no more has {chance:.4g}{order}: {said}",
+        soft_wrap=True,
+    )
+
+
+def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Sequence[float]) -> str:
+    """CSV: every step, with the evaluation behind it where there was one."""
+    columns = [name for name in records[0] if name not in ("step", "loss")]
+    written = io.StringIO()
+    table = csv.writer(written, lineterminator="\n")
+    table.writerow(["step", "loss", *columns, "seconds"])
+    found = {int(record["step"]): (record, seconds) for record, seconds in zip(records, times, strict=True)}
+    for step, loss in enumerate(losses, 1):
+        record, seconds = found.get(step, ({}, ""))
+        table.writerow([step, loss, *(record.get(name, "") for name in columns), seconds])
+    return written.getvalue()
+
+
+def write_log(training: Training, folder: Path, *, settings: bool = True) -> None:
+    """Write what is known so far; settings: those of the run, too, as --config reads them."""
+    contents = {folder / "log.csv": _log(training.losses, training.records, training.times)}
+    if settings:
+        contents[folder / "config.json"] = json.dumps(add_checksum(asdict(training.asked)), indent=1) + "\n"
+    write_files(contents)
+
+
+def write(found: Trained, folder: Path) -> list[Path]:
+    """Write the result as JSON, the log as CSV and the curve, all or none."""
+    held = {
+        "format": FORMAT, "config": asdict(found.config), "data": found.task.data, "metric": found.task.metric,
+        "value": found.metric, "chance": found.task.chance(),
+        "beats_chance": found.beats_chance, "best": found.best, "seconds": found.seconds,
+        "records": list(found.records), "times": list(found.times), "losses": list(found.losses), "machine": machine(),
+    }  # fmt: skip
+    result, log, curve = (folder / name for name in FILES)
+    write_files({
+        result: json.dumps(held, indent=1) + "\n",
+        log: _log(found.losses, found.records, found.times),
+        curve: drawn(lambda figure: _draw(found, figure), curve),
+    })  # fmt: skip
+    return [result, log, curve]
+
+
+def _draw(found: Trained, figure: Any) -> None:
+    """Losses of steps and evaluations, and the metric with chance."""
+    loss, metric = panels(figure, 1, 2)
+    steps = range(1, len(found.losses) + 1)
+    at = [record["step"] for record in found.records]
+    loss.plot(steps, found.losses, color=style(0)["color"], linewidth=0.8, alpha=0.6, label="of each step")
+    held = [record["valid_loss"] + record.get("order_loss", 0.0) for record in found.records]
+    loss.plot(at, held, **style(1), label="held out")
+    loss.set(xlabel="steps", ylabel="loss (nats)" if found.task.objective != "score" else "squared error")
+    loss.legend()
+    name, chance = found.task.metric, found.task.chance()
+    metric.plot(at, [record[name] for record in found.records], **style(1), label=found.config.method)
+    metric.axhline(chance, color="black", linestyle=":", label="knows frequencies only")
+    metric.set(xlabel="steps", ylabel=name, yscale="log" if name == "perplexity" else "linear")
+    metric.yaxis.set_major_formatter("{x:g}")
+    metric.yaxis.set_minor_formatter("{x:g}")
+    metric.legend()
+    title = f"{found.task.name} {found.task.part}".strip()
+    figure.suptitle(f"{title}: {found.task.data}", x=0.01, ha="left", fontsize=9)

@@ -1,0 +1,215 @@
+"""Attention matrices of a trained model by hash collisions, against their expectation and against softmax."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparing.functional import attention
+from sparing.maths.dense import divide_rows
+from sparing.maths.linalg import unit_rows
+from sparing.transformers.watch import Seen
+from sparing.workbench.estimate import exponent
+from sparing_lab.report.figure import style
+from sparing_lab.studies._yoso import layers, models, relative, spread, text
+from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LENGTH = 128
+HASHES = (8, 16, 32, 64, 128, 256)
+DRAWS = {"small": 2, "paper": 16}
+SHOWN = (8, 32, 128)  #: hashes of the matrices that are drawn
+AT = 128  #: hashes at which patterns are compared
+ALIKE, RELATED = 0.9, 0.7  #: correlations of "reproduces" and of "same shape"
+MATRICES = {
+    "own": "softmax of the model",
+    "softmax": "softmax of unit q, k",
+    **{f"YOSO-{m}": f"YOSO-{m}" for m in SHOWN},
+    "E": "YOSO-E",
+}
+
+
+def _cells(settings: Settings) -> list[Cell]:
+    draws = settings.seeds or DRAWS[settings.scale]
+    return [{"model": name, "length": LENGTH, "draws": draws, "text": text()[1]} for name in models(settings, "minilm")]
+
+
+def _measure(settings: Settings, cell: Cell) -> list[Row]:
+    seen = layers(cell["model"], cell["length"])
+    rows: list[Row] = []
+    for number, layer in enumerate(seen):
+        rows += [{"what": "numbers", "layer": number, **row} for row in compare(layer, cell["draws"])]
+    for number, layer in spread(seen, 3):  # the first head of each: none is picked for its looks
+        rows.append({"what": "pictures", "layer": number, "head": 0, "pictures": _pictures(layer, 0)})
+    return rows
+
+
+def matrices(seen: Seen, hashes: int | None, seed: int = 0) -> Tensor:
+    """B of eq. 5 [B, H, n, n], as attention to unit vectors; None for its expectation."""
+    eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
+    spec = "yoso(expectation=True, normalize=none)" if hashes is None else f"yoso(hashes={hashes}, normalize=none)"
+    return attention(seen.query, seen.key, eye, **{**seen.call, "method": spec, "seed": seed})
+
+
+def softmax(seen: Seen, *, unit: bool) -> Tensor:
+    """The matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
+    eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
+    q, k = (unit_rows(x, 1e-12) if unit else x for x in (seen.query, seen.key))
+    call = {**seen.call, "method": "exact"}
+    return attention(q, k, eye, **({**call, "scale": float(_bits(seen))} if unit else call))
+
+
+def _bits(seen: Seen) -> int:
+    return (seen.key.shape[-2] - 1).bit_length()  # log2 of the length, rounded up, as yoso takes it
+
+
+@torch.no_grad()
+def compare(seen: Seen, draws: int) -> list[Row]:
+    """Mean over the heads and the draws, for each number of hashes; None stands for the expectation."""
+    wanted, soft, own = matrices(seen, None), softmax(seen, unit=True), softmax(seen, unit=False)
+    rows: list[Row] = []
+    for hashes in (*HASHES, None):
+        found = [matrices(seen, hashes, seed) for seed in range(draws if hashes else 1)]
+        each = {
+            "error": [relative(b, wanted, 2) for b in found],
+            "with expectation": [_correlation(b, wanted) for b in found],
+            "with softmax": [_correlation(b, soft) for b in found],
+            "with own softmax": [_correlation(b, own) for b in found],
+        }
+        rows.append({"hashes": hashes, **{name: float(torch.stack(values).mean()) for name, values in each.items()}})
+    return rows
+
+
+def _correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Of the entries of each head's matrix, rows divided by their sums."""
+    a, b = (divide_rows(x.double(), x.double().sum(-1, keepdim=True)).flatten(-2) for x in (a, b))
+    a, b = (x - x.mean(-1, keepdim=True) for x in (a, b))
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
+
+
+@torch.no_grad()
+def _pictures(seen: Seen, head: int) -> dict[str, list[str]]:
+    """Grey levels: a row of hexadecimal bytes for each query, the square root of the weight / the largest."""
+    found = {"own": softmax(seen, unit=False), "softmax": softmax(seen, unit=True), "E": matrices(seen, None)}
+    found |= {f"YOSO-{m}": matrices(seen, m) for m in SHOWN}
+    drawn = {}
+    for name in MATRICES:
+        weights = found[name][0, head]
+        levels = (255 * (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).sqrt()).round().to(torch.uint8)
+        drawn[name] = [bytes(row).hex() for row in levels.tolist()]
+    return drawn
+
+
+def _means(rows: Rows, name: str) -> dict[int | None, float]:
+    """Over the layers, by the number of hashes."""
+    found: dict[int | None, float] = {}
+    for hashes in (*HASHES, None):
+        mine = [row[name] for row in pick(rows, what="numbers", hashes=hashes)]
+        found[hashes] = sum(mine) / len(mine)
+    return found
+
+
+def _accuracy(rows: Rows) -> Judgement:
+    errors = _means(rows, "error")
+    errors.pop(None)
+    falls = all(later < earlier for earlier, later in pairwise(errors.values()))
+    power = exponent([float(m) for m in errors if m], list(errors.values()))
+    first, last = HASHES[0], HASHES[-1]
+    ours = (
+        f"relative error {errors[first]:.2f} with {first} hashes, {errors[last]:.2f} with {last}; exponent {power:.2f}"
+    )
+    return judged(falls and -0.55 <= power <= -0.45, falls, ours=ours)
+
+
+def _alike(name: str) -> Any:
+    def judge(rows: Rows) -> Judgement:
+        found = _means(rows, name)
+        ours = f"correlation {found[HASHES[0]]:.2f} with {HASHES[0]} hashes, {found[AT]:.2f} with {AT}, "
+        return judged(found[AT] >= ALIKE, found[AT] >= RELATED, ours=ours + f"{found[None]:.2f} of the expectation")
+
+    return judge
+
+
+def _tables(rows: Rows) -> list[Table]:
+    names = ("error", "with expectation", "with softmax", "with own softmax")
+    means = {name: _means(rows, name) for name in names}
+    columns = ["hashes", "relative error", "correlation: expectation", "softmax, unit q and k", "model's softmax"]
+    body = [[str(m or "E"), *(f"{means[name][m]:.3f}" for name in names)] for m in (*HASHES, None)]
+    numbers = sorted({row["layer"] for row in pick(rows, what="numbers")})
+    by_layer = [
+        [str(layer + 1), *(f"{pick(rows, what='numbers', layer=layer, hashes=AT)[0][name]:.3f}" for name in names)]
+        for layer in numbers
+    ]
+    return [
+        Table(f"Attention matrices of {LENGTH} tokens, mean over layers, heads and draws", columns, body),
+        Table(f"{AT} hashes, by layer", ["layer", *columns[1:]], by_layer),
+    ]
+
+
+def _draw(rows: Rows, figure: Figure) -> None:
+    shown = pick(rows, what="pictures")
+    figure.set_size_inches(17, 2.3 * len(shown) + 0.4)
+    halves: Any = figure.subfigures(1, 2, width_ratios=(3.1, 1))
+    left, right = halves
+    grid = left.subplots(len(shown), len(MATRICES), squeeze=False)
+    for place, row in enumerate(shown):
+        for axes, (name, title) in zip(grid[place], MATRICES.items(), strict=True):
+            levels = [list(bytes.fromhex(line)) for line in row["pictures"][name]]
+            axes.imshow(levels, cmap="viridis", vmin=0, vmax=255, interpolation="nearest")
+            axes.set(xticks=[], yticks=[], title=title if place == 0 else "")
+        grid[place][0].set_ylabel(f"layer {row['layer'] + 1}, head {row['head'] + 1}\nquery")
+    for axes in grid[-1]:
+        axes.set_xlabel("key")
+    curves = right.subplots()
+    curves.grid(alpha=0.25, linewidth=0.6)
+    errors = _means(rows, "error")
+    curves.plot(HASHES, [errors[m] for m in HASHES], label="relative error to the expectation", **style(0))
+    first = errors[HASHES[0]]
+    curves.plot(HASHES, [first * (m / HASHES[0]) ** -0.5 for m in HASHES], ":", color="black", label="1 / sqrt(hashes)")
+    for number, name in enumerate(("with expectation", "with softmax", "with own softmax"), 1):
+        label = {"with softmax": "with softmax of unit q, k", "with own softmax": "with the model's softmax"}
+        means = _means(rows, name)
+        curves.plot(HASHES, [means[m] for m in HASHES], label=f"correlation {label.get(name, name)}", **style(number))
+    curves.set(xscale="log", xlabel="hashes", ylabel="relative error, correlation", xticks=HASHES, ylim=(0, None))
+    curves.set_xticklabels([str(m) for m in HASHES])
+    curves.minorticks_off()
+    curves.set_title("Mean over layers, heads and draws")
+    curves.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+STUDY = Study(
+    name="yoso-attention",
+    title="Attention matrices by hash collisions, against their expectation and softmax",
+    paper="yoso",
+    where="figure 4",
+    cells=_cells,
+    measure=_measure,
+    tables=_tables,
+    draw=_draw,
+    options=("seeds", "model"),
+    claims=(
+        Claim(
+            "accuracy", "section 6", "the estimate of the matrix becomes more accurate with the number of hashes",
+            "seen in figure 4", "the relative error to the expectation falls at each step, as a power of -0.45 to "
+            "-0.55 of the hashes (independent ones: -0.5); same shape: it falls at each step", _accuracy,
+        ),
+        Claim(
+            "patterns", "figure 4", "patterns of self-attention are preserved well, queries and keys of length 1",
+            "seen in figure 4", f"with {AT} hashes, mean correlation of rows that sum to 1 with softmax at temperature "
+            f"log2(n) at least {ALIKE}; same shape: {RELATED}", _alike("with softmax"),
+            otherwise="The collision probability gives more weight than the exponential to keys that are not similar, "
+            "and less to the similar ones; a finite number of hashes adds noise.",
+        ),
+        Claim(
+            "own", "figure 4", "the same against the trained model's own softmax", "seen in figure 4",
+            f"as above, {ALIKE}; same shape: {RELATED}", _alike("with own softmax"),
+            otherwise="MiniLM was trained with softmax of queries and keys of any length. YOSO sees directions only, "
+            "and has one temperature for all heads. The paper's own model was trained with YOSO.",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Data sets and tasks to train or measure on."""

@@ -1,0 +1,204 @@
+"""The command as a user meets it."""
+
+import json
+
+import pytest
+
+import sparing
+from sparing.cli.main import main
+
+METHODS = "window(size=8),multipole(clusters=8, keys=8, window=4),top_keys(keys=8)"
+QUICK = [
+    "--methods", METHODS, "--length", "64", "--documents", "3", "--seeds", "1", "--rounds", "1", "--jobs", "1",
+    "--no-lengths",
+]  # fmt: skip
+
+
+def test_compare_prints_a_readable_table(capsys, tmp_path):
+    out, cache = tmp_path / "found.json", tmp_path / "cache"
+    assert main(["compare", *QUICK, "--layers", "--json", str(out), "--cache", str(cache)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("On 3 documents of up to 64 tokens keep exact attention")
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("minilm (encoder) on Python help topics", "window(size=8)", "change", "at most", "not safe", "oracle"):
+        assert word in text, f"{word!r} is missing in\n{text}"
+    by_layer = text.partition("by layer")[2].splitlines()
+    head, ours, bar = (next(x.split() for x in by_layer if word in x) for word in ("mean", "multipole(", "its error"))
+    assert head == ["method", *"012345", "mean", "head"]
+    numbers = [float(x) for x in ours[-9:-2]]
+    assert numbers[-1] == pytest.approx(sum(numbers[:6]) / 6, abs=1e-4)
+    assert all(-1 <= float(x) <= 1 for x in bar[-7:])
+    held = json.loads(out.read_text())
+    assert held["rows"][0]["method"] == "window(size=8)"
+    assert len(list(cache.iterdir())) == 10, "three methods: errors and times; maps of three and of exact attention"
+    assert main(["report", str(out), "--layers"]) == 0
+    assert capsys.readouterr().out == text, "the same from the file"
+
+
+def test_compare_reads_files_of_the_user(capsys, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"body": f"A text about number {i}, [bold]and[/] more."}) for i in range(3)))
+    given = ["compare", "minilm", "--data", str(path), "--column", "body", *QUICK, "--no-cache"]
+    assert main(given) == 0
+    assert "on mine.jsonl: 3 documents" in capsys.readouterr().out
+
+
+def test_a_stopped_comparison_says_that_it_goes_on(capsys, monkeypatch):
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparing.workbench.comparison.compare.compare", stopped)
+    assert main(["compare"]) == 130
+    assert "stopped; what was measured is kept, the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "nystrm"], "unknown name 'nystrm'"),
+        (["--methods", ","], "methods is empty"),
+        (["--methods", "nystrom(landmarks=0)"], "landmarks=0"),
+        (["--length", "4096"], "length=4096 is more than the 512 positions"),
+        (["--documents", "0"], "documents=0"),
+        (["--tolerance", "0"], "tolerance=0.0"),
+        (["--data", "none.txt"], "there is no file none.txt"),
+        (["--data", __file__, "--column", "body"], "is plain text and has no column 'body'"),
+        (["/no/such/model"], "there is no folder /no/such/model"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--json", "/"], "--json=/ cannot be written"),
+    ],
+)
+def test_mistakes_give_one_line_and_status_2(arguments, words, capsys):
+    assert main(["compare", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_help_names_the_command(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "compare" in capsys.readouterr().out
+
+
+def test_methods_are_listed(capsys):
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    for name in sparing.list_methods():
+        assert name in out
+    assert next(line for line in out.splitlines() if line.strip().startswith("nystrom")).split()[1:3] == [
+        "landmarks",
+        ".P.XQG.T",
+    ]
+    assert "top_keys *" in out
+
+
+def test_a_recipe_is_shown(capsys, tmp_path):
+    path = tmp_path / "recipe.json"
+    sparing.Recipe(
+        {"encoder.layer.[0]": "window(size=8)", "*": "nystrom"}, architecture="bert", about={"data": "x"}
+    ).save(path)
+    assert main(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("for bert", "encoder.layer.[0]", "window(size=8)", "nystrom", "always", "data: x"):
+        assert word in out
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "no file"),
+        ("{", "not"),
+        ("[]", "JSON object"),
+        ('{"format": 99, "version": 99, "layers": {}}', "not known"),
+        ("[" * 100_000, "nested more than 64 levels deep"),
+        ("9" * 10_000, "an integer of thousands of digits"),
+    ],
+)
+def test_files_that_are_none_of_ours_are_named(command, text, words, capsys, tmp_path):
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert main([command, str(path)]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "x.json" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["report"], "result: {!r} is a folder; name a JSON file, as compare --json writes it"),
+        (["show"], "recipe: {!r} is a folder; name a JSON file, as sparing.Recipe saves it"),
+        (["train", "--config"], "config: {!r} is a folder; name a JSON file, such as the config.json of a run"),
+    ],
+)
+def test_a_folder_in_place_of_a_json_file_is_named(command, said, capsys, tmp_path):
+    assert main([*command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"sparing {command[0]}: {said.format(str(tmp_path))}\n"
+
+
+@pytest.mark.parametrize("command", [["report"], ["show"], ["train", "--config"]])
+def test_a_json_file_that_cannot_be_read_is_named(command, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "x.json"
+    assert main([*command, str(path)]) == 2
+    assert f"{str(path)!r} cannot be read (Not a directory); name a JSON file, " in capsys.readouterr().err
+
+
+def test_a_report_that_lacks_something_is_named(capsys, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"format": 1, "rows": [{"method": "window"}]}')
+    assert main(["report", str(path)]) == 2
+    assert "is not a comparison as sparing writes it: it has no 'model', 'kind'" in capsys.readouterr().err
+
+
+def test_files_are_what_the_user_named(capsys, tmp_path, monkeypatch):
+    """A link is followed, something that is no file is refused, and two results do not share one name."""
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("before")
+    link.symlink_to(real)
+    assert main(["compare", *QUICK, "--no-cache", "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["format"] == 1
+    capsys.readouterr()
+    for given, message in (
+        (
+            ["--json", str(real), "--html", str(link)],
+            f"--html={link} and --json={real} would write the same file; name another for one of them",
+        ),
+        (["--json", "/dev/null"], "--json=/dev/null cannot be written"),
+        (["--cache", str(real)], f"cache: {real} is not a folder; name another folder"),
+    ):
+        assert main(["compare", *QUICK, *given]) == 2
+        assert capsys.readouterr().err == f"sparing compare: {message}\n"
+
+
+def test_a_disk_that_is_full_is_named_and_leaves_nothing(capsys, tmp_path, monkeypatch):
+    import os
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "found.html"
+    monkeypatch.setattr(os, "replace", full)
+    assert main(["compare", *QUICK, "--no-cache", "--html", str(target)]) == 2
+    assert capsys.readouterr().err == f"sparing compare: [Errno 28] No space left on device: '{target}'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_expected_is_one_line_too(capsys, monkeypatch, tmp_path):
+    def broken(text):
+        raise KeyError("a mistake of ours\n")
+
+    (tmp_path / "x.json").write_text("{}")
+    monkeypatch.setattr("sparing.workbench.comparison.verdict.Comparison.from_json", broken)
+    assert main(["report", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.startswith("sparing report: KeyError: ")
+    with pytest.raises(KeyError):
+        main(["report", str(tmp_path / "x.json"), "--debug"])
+    assert main(["plan", "-o", str(tmp_path / "recipe")]) == 2
+    assert "a recipe is a .json file" in capsys.readouterr().err

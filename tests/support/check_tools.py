@@ -1,0 +1,54 @@
+"""What the common checks are made of: the registry, comparisons that name the method, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.support.inputs import Inputs
+from tests.support.method_table import Row
+
+CHECKS: dict[str, Callable[[Row, str], None]] = {}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def check(name: str, applies: Callable[[Row], bool] = lambda row: True) -> Callable[..., Callable[[Row, str], None]]:
+    def add(fn: Callable[[Row, str], None]) -> Callable[[Row, str], None]:
+        fn.applies = applies  # type: ignore[attr-defined]
+        CHECKS[name] = fn
+        return fn
+
+    return add
+
+
+def close(row: Row, what: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    found, wanted = found.detach(), wanted.detach()
+    assert found.shape == wanted.shape, f"{row.spec}: {what}: shape {list(found.shape)} != {list(wanted.shape)}"
+    scale = max(1.0, float(wanted.double().abs().max()) if wanted.numel() else 1.0)
+    error = float((found.double() - wanted.double()).abs().max()) if wanted.numel() else 0.0
+    assert error <= tolerance * scale, f"{row.spec}: {what}: error {error:.3g} > {tolerance:g} x {scale:.3g}"
+
+
+def same(row: Row, what: str, found: Tensor, wanted: Tensor) -> None:
+    found, wanted = found.detach(), wanted.detach()
+    equal = torch.equal(found.nan_to_num(nan=7e9), wanted.nan_to_num(nan=7e9))
+    worst = float((found.double() - wanted.double()).abs().max()) if found.shape == wanted.shape else float("nan")
+    assert equal, f"{row.spec}: {what}: not bit-equal, largest difference {worst:.3g}"
+
+
+def gradients(x: Inputs, out: Tensor, weight: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad((out * weight).sum(), x.leaves(), allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(x.leaves(), found, strict=True)]
+
+
+def tracked(x: Inputs) -> Inputs:
+    """Copies of the inputs that require a gradient."""
+    q, k, payload = (t.detach().clone().requires_grad_() for t in x.leaves())
+    return replace(x, q=q, k=k).with_payload(payload)
+
+
+def differentiable(row: Row) -> bool:
+    return row.supports.gradient == "full"
