@@ -245,6 +245,7 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
         return
     x = built.wide()
     q, k, v = x.q.abs().amax(), x.k.abs().amax(), built.values(x).norm(dim=-1).amax()
+    v = torch.maximum(v, out.detach().double().norm(dim=-1).amax())  # rows of yoso have length 1, whatever the values
     root = max(abs(built.scale) ** 0.5, float(built.method.name in ("kernel", "yoso")))  # some take no scale
     terms = root * v * torch.maximum(root * torch.maximum(q, k), torch.tensor(x.q.shape[-1] ** 0.5))
     natural = (terms, terms, 1.0)  # of terms that may cancel
