@@ -55,7 +55,7 @@ def noise_of(built: Built, wanted: Tensor, compute: Callable[[Inputs], Tensor]) 
     eps = torch.finfo(door_truth.compute_type(built.x.q.dtype)).eps
     found = torch.zeros((), dtype=torch.float64)
     for _ in range(4):
-        moved = built.wide().map(lambda t: t * (1 + eps * torch.randint(-1, 2, t.shape, generator=gen)))
+        moved = built.wide().map(lambda t: t * (1 + eps * torch.randint(-1, 2, t.shape, generator=gen).double()))
         found = torch.maximum(found, (compute(moved) - wanted).abs().nan_to_num(0.0).amax())
     return found
 

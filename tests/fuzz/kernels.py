@@ -185,7 +185,8 @@ def _noise(op: Any, args: list[Any], found: list[Tensor]) -> list[float]:
     def move(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape, generator=gen)).to(x.dtype)
+        roundings = torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape, generator=gen).double()
+        return (x * (1 + roundings)).to(x.dtype)
 
     most = [0.0] * len(found)
     for _ in range(3):
