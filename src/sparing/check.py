@@ -1,4 +1,4 @@
-"""The one validator of attention calls. Errors name the argument, its value or shape, and the way out."""
+"""Arguments of `attention()` -> `Call`, or an error that names the argument, its value or shape, and the way out."""
 
 from __future__ import annotations
 
@@ -6,48 +6,85 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparing.contract import Method, Projection, Shape, Unsupported
-
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class Inputs(NamedTuple):
-    """A call whose arguments fit together."""
-
-    tensors: list[tuple[str, Tensor]]
-    n_q: int
-    n_k: int
-    value_dim: int
-    projected: bool  # the value is a plain tensor
-    groups: int
-    scale: float
-    keep: Tensor | None  # (B, n_k): key padding
-    influence: Tensor | None  # (B, n_q): queries that may affect other rows
-    mask: Tensor | None  # boolean or additive, 4-D
-    dropout_p: float
+from sparing.call import Call
+from sparing.contract import Impl, Method, Projection, Shape, Unsupported
+from sparing.draws import Draws
+from sparing.mask import FLOATS, Mask, read_mask
+from sparing.quarantine import LARGEST_SCALE
 
 
-def check_inputs(
+def check_call(
     query: Tensor,
     key: Tensor,
     value: Tensor | Projection,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    seed: int | None,
-    impl: str,
-    query_mask: Tensor | None,
-    streams: Sequence[int] | None,
-) -> Inputs:
-    """Check everything that does not depend on the method."""
+    chosen: Method,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    seed: int | None = None,
+    seeded: bool = True,
+    impl: Impl = "auto",
+    query_mask: Tensor | None = None,
+    streams: Sequence[int] | None = None,
+    **fields: Any,
+) -> Call:
+    """Return the call that the arguments of `attention()` describe, or raise an error that names what is wrong.
+
+    seeded: False where somebody drew the seed for this call. fields: further fields of the `Call`.
+    """
+    tensors = _check_tensors(query, key, value)
+    batch, heads, _, d = query.shape
+    kv_heads, n_k = key.shape[1], key.shape[2]
+    if key.shape[0] != batch or key.shape[3] != d:
+        raise ValueError(f"key {_size(key)} does not fit query {_size(query)}: batch and width must agree")
+    value_dim = check_value(value, batch, kv_heads, n_k)
+    if kv_heads != heads and not enable_gqa:
+        raise ValueError(f"key has {kv_heads} heads but query has {heads}; pass enable_gqa=True to share key heads")
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"key has {kv_heads} heads, which does not divide the {heads} heads of query")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r} must be True or False")
+    _check_scalars(dropout_p, scale, seed, impl, streams, kv_heads)
+    mask = read_mask(attn_mask, query_mask, is_causal=is_causal, query=query, key=key)
+    factor = float(scale) if scale is not None else 1 / math.sqrt(d)
+    dtype = _working_type(query.dtype, factor, mask)
+    if mask.bias is not None:
+        mask = replace(mask, pattern=mask.bias.to(dtype))
+    groups = heads // kv_heads if kv_heads else 1
+    numbers = torch.tensor(list(streams) if streams is not None else range(kv_heads), device=query.device)
+    call = Call(
+        scale=factor, mask=mask, draws=Draws(0, numbers.repeat_interleave(groups)), groups=groups, dropout_p=dropout_p,
+        slot_keyed_dropout=seed is None or not seeded, impl=impl, dtype=dtype, **fields,
+    )  # fmt: skip
+    _check_support(chosen, call, tensors)
+    _check_tables(chosen, query, value_dim)
+    if seed is None and (chosen.supports.stochastic or dropout_p > 0):  # torch's generator is left alone otherwise
+        seed = int(torch.randint(2**63 - 1, ()))
+    return replace(call, draws=replace(call.draws, seed=(seed or 0) & (2**64 - 1)))
+
+
+def _working_type(dtype: torch.dtype, scale: float, mask: Mask) -> torch.dtype:
+    """Return float32, or float64 where that is asked for or the scale or the additive mask needs its range."""
+    if dtype == torch.float64 or abs(scale) > LARGEST_SCALE:
+        return torch.float64
+    bias = mask.bias
+    wide = bias is not None and bias.dtype == torch.float64 and bool((bias.isfinite() & bias.float().isinf()).any())
+    return torch.float64 if wide else torch.float32
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor | Projection) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a call with their names; all are dense, on one device, of one type, of as many axes."""
     tensors: list[tuple[str, Tensor]] = [("query", query), ("key", key)]
     if isinstance(value, Projection):
         tensors += [("value.x", value.x), ("value.weight", value.weight)]
@@ -61,7 +98,7 @@ def check_inputs(
             raise TypeError(f"{name} is a nested tensor; use {name}.to_padded_tensor(0.0) with a mask for the padding")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}; use a dense tensor, such as {name}.to_dense()")
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; use float32, float64, bfloat16 or float16")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype} but query has {query.dtype}; convert one of them")
@@ -75,37 +112,13 @@ def check_inputs(
                 f"{name} {_size(tensor)} cannot be brought to the 4 dimensions [batch, heads, length, width]; those "
                 "before the length must broadcast"
             )
-    batch, heads, n_q, d = query.shape
-    kv_heads, n_k = key.shape[1], key.shape[2]
-    if key.shape[0] != batch or key.shape[3] != d:
-        raise ValueError(f"key {_size(key)} does not fit query {_size(query)}: batch and width must agree")
-    value_dim = _check_value(value, batch, kv_heads, n_k)
-    if kv_heads != heads and not enable_gqa:
-        raise ValueError(f"key has {kv_heads} heads but query has {heads}; pass enable_gqa=True to share key heads")
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"key has {kv_heads} heads, which does not divide the {heads} heads of query")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}={flag!r} must be True or False")
-    _check_scalars(dropout_p, scale, seed, impl, streams, kv_heads)
-    mask = _check_mask(attn_mask, batch, heads, n_q, n_k, query.device)
-    keep, mask = _split_padding(mask, batch, n_k)
-    if query_mask is not None:
-        if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
-            raise TypeError(f"query_mask must be a boolean tensor [batch, n_q], got {_kind(query_mask)}")
-        if tuple(query_mask.shape) != (batch, n_q) or query_mask.device != query.device:
-            raise ValueError(f"query_mask must be {[batch, n_q]} on {query.device}, got {_kind(query_mask)}")
-    influence = keep if query_mask is None and n_q == n_k else query_mask
-    groups = heads // kv_heads if kv_heads else 1
-    scale = float(scale) if scale is not None else 1 / math.sqrt(d)
-    return Inputs(
-        tensors, n_q, n_k, value_dim, isinstance(value, Tensor), groups, scale, keep, influence, mask, dropout_p
-    )
+    return tensors
 
 
-def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str, state: nn.Module | None) -> None:
+def _check_support(method: Method, call: Call, tensors: list[tuple[str, Tensor]]) -> None:
     """Refuse what the method does not claim to support."""
-    can, keep = method.supports, inputs.keep
+    can, mask, names = method.supports, call.mask, dict(tensors)
+    n_q, n_k = names["query"].shape[2], names["key"].shape[2]
 
     # Where the setting can do less than its class, the message shows the setting.
     label = str(method) if can != type(method).supports else method.name or type(method).__name__
@@ -113,43 +126,42 @@ def check_call(method: Method, inputs: Inputs, is_causal: bool, impl: str, state
     def refuse(argument: str, way_out: str) -> None:
         raise Unsupported(f"{label} does not support {argument}; {way_out}")
 
-    if inputs.projected and can.projection:
+    if "value" in names and can.projection:
         refuse("a projected value (it samples the projection itself)", "pass value=Projection(x, weight, bias)")
-    if is_causal and not can.causal:
+    if mask.causal and not can.causal:
         refuse("is_causal=True (it mixes all positions)", "use a causal method such as 'window' or 'exact'")
-    if keep is not None and not can.key_padding:
+    if mask.keep is not None and not can.key_padding:
         refuse("key padding in attn_mask", "call it on unpadded sequences")
-    if inputs.mask is not None and not can.attn_mask:
+    if mask.pattern is not None and not can.attn_mask:
         refuse(
-            f"attn_mask of shape {_size(inputs.mask)} that differs by query or head, or holds a bias",
+            f"attn_mask of shape {_size(mask.pattern)} that differs by query or head, or holds a bias",
             "pass key padding as a boolean mask [B, 1, 1, n_k] (or additive, with -inf for hidden keys), causality as "
             "is_causal=True, or use 'exact'",
         )
-    if inputs.mask is not None and can.attn_mask == "boolean" and inputs.mask.dtype != torch.bool:
+    if mask.bias is not None and can.attn_mask == "boolean":
         refuse("an additive attn_mask", "pass a boolean mask (True = attend), or use 'exact'")
-    if inputs.n_q != inputs.n_k and not can.cross_attention:
-        refuse(f"n_q={inputs.n_q} != n_k={inputs.n_k}", "use a method with cross attention such as 'exact'")
-    if inputs.groups > 1 and not can.gqa:
+    if n_q != n_k and not can.cross_attention:
+        refuse(f"n_q={n_q} != n_k={n_k}", "use a method with cross attention such as 'exact'")
+    if call.groups > 1 and not can.gqa:
         refuse("enable_gqa=True with fewer key heads", "repeat the key and value heads")
-    if inputs.dropout_p > 0 and not can.dropout:
-        refuse(f"dropout_p={inputs.dropout_p}", "set dropout_p=0.0")
+    if call.dropout_p > 0 and not can.dropout:
+        refuse(f"dropout_p={call.dropout_p}", "set dropout_p=0.0")
     if torch.is_grad_enabled() and can.gradient != "full":
-        asked = [name for name, t in inputs.tensors if t.requires_grad]
+        asked = [name for name, t in tensors if t.requires_grad]
         if can.gradient == "values":
             asked = [name for name in asked if not name.startswith("value")]
-        if inputs.mask is not None and inputs.mask.requires_grad:
+        if mask.pattern is not None and mask.pattern.requires_grad:
             asked.append("attn_mask")
         if asked:
             refuse(f"a gradient for {', '.join(asked)}", "call it under torch.no_grad() or detach its inputs")
-    _check_tables(method, inputs)
-    if state is not None and type(method).learned is Method.learned:
-        raise ValueError(f"state={type(state).__name__}: {label} learns nothing; pass state=None")
-    if impl == "native" and type(method).native is Method.native:
+    if call.state is not None and type(method).learned is Method.learned:
+        raise ValueError(f"state={type(call.state).__name__}: {label} learns nothing; pass state=None")
+    if call.impl == "native" and type(method).native is Method.native:
         raise Unsupported(f"impl='native': there is no compiled kernel for {method.name}; use impl='auto'")
 
 
-def _check_value(value: Tensor | Projection, batch: int, kv_heads: int, n_k: int) -> int:
-    """The value's width per head."""
+def check_value(value: Tensor | Projection, batch: int, kv_heads: int, n_k: int) -> int:
+    """Return the width of the value per head."""
     if isinstance(value, Tensor):
         if tuple(value.shape[:3]) != (batch, kv_heads, n_k):
             raise ValueError(f"value {_size(value)} does not fit key: expected [{batch}, {kv_heads}, {n_k}, any]")
@@ -185,69 +197,16 @@ def _check_scalars(
             raise ValueError(f"streams={streams!r} must hold one integer in [0, 2^32) per key head ({kv_heads})")
 
 
-def _check_mask(mask: Tensor | None, batch: int, heads: int, n_q: int, n_k: int, device: torch.device) -> Tensor | None:
-    """The mask as a 4-D tensor; additive entries at the lowest finite number count as -inf."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
-    if mask.is_nested:
-        raise TypeError("attn_mask is a nested tensor; use attn_mask.to_padded_tensor(...)")
-    if mask.dtype not in (torch.bool, *_FLOATS):
-        raise TypeError(
-            f"attn_mask has dtype {mask.dtype}; use boolean (True = attend), or additive float32, float64, bfloat16 or "
-            "float16"
-        )
-    if mask.layout != torch.strided:
-        raise TypeError(f"attn_mask has layout {mask.layout}; use a dense tensor, such as attn_mask.to_dense()")
-    if mask.device != device:
-        raise ValueError(f"attn_mask is on {mask.device} but query is on {device}; move one of them")
-    full = (batch, heads, n_q, n_k)
-    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    if len(shape) != 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
-        raise ValueError(f"attn_mask {_size(mask)} does not broadcast to [B, H, n_q, n_k] = {list(full)}")
-    mask = mask.reshape(shape)
-    if mask.dtype == torch.bool:
-        return mask
-    lowest = torch.finfo(mask.dtype).min
-    return mask.masked_fill(mask <= lowest, -torch.inf).to(torch.promote_types(mask.dtype, torch.float32))
-
-
-def _split_padding(mask: Tensor | None, batch: int, n_k: int) -> tuple[Tensor | None, Tensor | None]:
-    """(key padding, other mask). A mask that is the same for all heads and queries, and hides or shows, is padding."""
-    if mask is None:
-        return None, None
-    if mask.requires_grad:  # a learned bias, also where it is all zero now
-        return None, mask
-    if 0 in mask.shape:
-        return mask.new_ones(batch, n_k, dtype=torch.bool), None
-    row = mask[:, 0, 0, :]
-    # However it is stored: what a mask means must not depend on whether it was written out.
-    plain = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
-    if not plain and not torch.equal(mask, row[:, None, None, :].expand_as(mask)):
-        return None, mask
-    if row.dtype != torch.bool:
-        if not bool(((row == 0) | (row == -torch.inf)).all()):
-            return None, mask  # a bias, not padding
-        row = row == 0
-    return row.expand(batch, n_k), None
-
-
 def _size(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _kind(value: object) -> str:
-    return f"{value.dtype} {_size(value)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _check_tables(method: Method, inputs: Inputs) -> None:
+def _check_tables(method: Method, query: Tensor, value_dim: int) -> None:
     """Refuse settings that this machine's memory cannot hold, before anything is allocated."""
-    query = inputs.tensors[0][1]
     if method.budget is None or type(method).cost is Method.cost or query.device.type != "cpu":
         return
     batch, heads, _, width = query.shape
-    needed, there = _table_bytes(method, batch, heads, width, inputs.value_dim), _memory()
+    needed, there = _table_bytes(method, batch, heads, width, value_dim), _memory()
     if needed > there:
         raise MemoryError(
             f"{method.name}: {method.budget}={getattr(method, method.budget)} needs tables of about "

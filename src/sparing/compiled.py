@@ -16,15 +16,13 @@ from torch import Tensor
 
 from sparing.contract import Method, Projection, list_methods, method
 
-Run = Any  # the door's implementation; passed in to keep imports one-way
-
-_run: Run = None
+_compute: Any = None
 
 
-def serve(run: Run) -> None:
-    """Name the function that computes a call; `attention.py` does so once."""
-    global _run
-    _run = run
+def serve(compute: Any) -> None:
+    """Name the function that computes a call; `functional.py` does so once, so that imports go one way."""
+    global _compute
+    _compute = compute
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -58,9 +56,10 @@ def attention(
     streams: Sequence[int] | None,
 ) -> Tensor:
     """`sparing.attention` with its value taken apart and its seed in a tensor; not `seeded`: it was drawn."""
-    out: Tensor = _run(
-        query, key, _value(value, weight, bias), attn_mask, dropout_p, is_causal, scale, enable_gqa, spec, int(seed),
-        impl, query_mask, streams, None, None, not seeded,
+    out: Tensor = _compute(
+        query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+        scale=scale, enable_gqa=enable_gqa, seed=int(seed), seeded=seeded, impl=impl, query_mask=query_mask,
+        streams=streams,
     )  # fmt: skip
     return out.contiguous()
 
@@ -115,9 +114,10 @@ def attention_backward(
     leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(given, needed, strict=True)]
     query, key, value, weight, bias, attn_mask = leaves  # type: ignore[assignment]
     with _recording():
-        out = _run(
-            query, key, _value(value, weight, bias), attn_mask, dropout_p, is_causal, scale, enable_gqa, spec,
-            int(seed), impl, query_mask, streams, None, None, not seeded,
+        out = _compute(
+            query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, seed=int(seed), seeded=seeded, impl=impl,
+            query_mask=query_mask, streams=streams,
         )  # fmt: skip
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True)

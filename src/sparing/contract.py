@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparing.draws import Draws
 
 T = TypeVar("T")
+Impl = Literal["auto", "reference", "native"]
 
 
 class Unsupported(NotImplementedError, ValueError):

@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sparing import compiled, native
 from sparing.call import Call
-from sparing.check import check_call, check_inputs
-from sparing.contract import Method, Past, Projection, Unsupported
+from sparing.check import check_call
+from sparing.contract import Impl, Method, Past, Projection, Unsupported
 from sparing.contract import method as _method
-from sparing.draws import Draws
 from sparing.layout import four_dimensional
-from sparing.quarantine import LARGEST_SCALE, Wide, quarantine
+from sparing.quarantine import Wide, quarantine
 
-Impl = Literal["auto", "reference", "native"]
 #: What torch says where a processor has no memory left, or the bytes of a tensor do not fit 64 bits.
 _NO_MEMORY = (
     "aoti_torch_empty_strided",
@@ -91,13 +89,13 @@ def attention(
         x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
         number = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor((seed + 2**63) % 2**64 - 2**63)
         out = compiled.attention(
-            query, key, x, weight, bias, attn_mask, query_mask, number, seed is not None, dropout_p, is_causal, scale,
-            enable_gqa, spec, impl, streams,
+            query, key, x, weight, bias, attn_mask, query_mask, number, seeded=seed is not None, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, spec=spec, impl=impl, streams=streams,
         )  # fmt: skip
     else:
-        out = _run(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask,
-            streams, state, None, seed is None,
+        out = compute(
+            query, key, value, method, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, seed=seed, impl=impl, query_mask=query_mask, streams=streams, state=state,
         )  # fmt: skip
     return shaped.restore(out)
 
@@ -129,9 +127,10 @@ def inspect(
     notes: dict[str, Tensor] = {}
     shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
     query, key, value, attn_mask, _ = shaped
-    output = _run(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, method, seed, impl, query_mask, streams,
-        state, notes, seed is None, brief, past,
+    output = compute(
+        query, key, value, method, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, seed=seed, impl=impl, query_mask=query_mask, streams=streams, state=state,
+        statistics=notes, brief=brief, past=past,
     )  # fmt: skip
     notes = {name: shaped.restore(note) if note.shape[:2] == output.shape[:2] else note for name, note in notes.items()}
     return Inspection(shaped.restore(output), notes.pop("lse", None), notes)
@@ -156,87 +155,43 @@ def memory_errors_named(chosen: Method, **tensors: Tensor) -> Iterator[None]:
         ) from None
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | Projection,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    spec: str | Method,
-    seed: int | None,
-    impl: Impl,
-    query_mask: Tensor | None,
-    streams: Sequence[int] | None,
-    state: nn.Module | None,
-    notes: dict[str, Tensor] | None,
-    slot_keyed_dropout: bool,
-    brief: bool = False,
-    past: Past | None = None,
-) -> Tensor:
-    chosen = _method(spec)
-    with memory_errors_named(chosen, query=query, key=key):  # masks may be copied
-        inputs = check_inputs(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed, impl, query_mask, streams
-        )
-        check_call(chosen, inputs, is_causal, impl, state)
-    # Methods compute in float32 or better; an autocast around the call would undo that inside.
-    with memory_errors_named(chosen, query=query, key=key), torch.autocast(query.device.type, enabled=False):
-        groups = inputs.groups
-        v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
-        q, k, v = _convert(query, key, v, _working_type(query.dtype, inputs.scale, inputs.mask))
-        kv_streams = torch.tensor(list(streams) if streams is not None else range(key.shape[1]), device=query.device)
-        random = chosen.supports.stochastic or inputs.dropout_p > 0
-        mask = inputs.mask
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
-        call = Call(
-            scale=inputs.scale,
-            is_causal=is_causal,
-            keep=inputs.keep,
-            influence=inputs.influence,
-            mask=mask,
-            draws=Draws(_draw_seed(random) if seed is None else _seed(seed), kv_streams.repeat_interleave(groups)),
-            groups=groups,
-            dropout_p=inputs.dropout_p,
-            slot_keyed_dropout=slot_keyed_dropout,
-            state=state,
-            statistics=notes,
-            brief=brief,
-            past=past,
-        )
-        chosen.check(q, k, call)
-        shape = (*query.shape[:3], inputs.value_dim)
-        if 0 in (*shape, key.shape[2]):
-            if chosen.supports.lse:
-                call.note(lse=q.new_full(query.shape[:3], -torch.inf))
-            nothing = sum(t[..., :0].sum() for _, t in inputs.tensors)  # zero, and part of every input's graph
-            return (q.new_zeros(shape) + nothing).to(query.dtype)
-
-        clean = quarantine(q, k, v, chosen, call, balance=past is None)
-        out = _compute(chosen, impl, clean.q, clean.k, clean.v, clean.call, shape)
-        if clean.wide is not None:
-            out = _merge_wide(out, clean.wide, clean.call, chosen, impl)
-        lse = None if notes is None else notes.get("lse")
-        if clean.spoiled is not None:
-            out = out.masked_fill(clean.spoiled, torch.nan)
-            lse = None if lse is None else lse.masked_fill(clean.spoiled.any(-1), torch.nan)
-        if query_mask is not None:
-            out = out.masked_fill(~query_mask[:, None, :, None], 0.0)
-            lse = None if lse is None else lse.masked_fill(~query_mask[:, None, :], -torch.inf)
-        if lse is not None:
-            call.note(lse=lse)
-        return out.to(query.dtype)
+def compute(query: Tensor, key: Tensor, value: Tensor | Projection, method: str | Method, **arguments: Any) -> Tensor:
+    """Check a call on four-dimensional tensors and run it. arguments: those of `check_call`."""
+    chosen = _method(method)
+    with memory_errors_named(chosen, query=query, key=key):
+        call = check_call(query, key, value, chosen, **arguments)
+        # Methods compute in float32 or better; an autocast around the call would undo that inside.
+        with torch.autocast(query.device.type, enabled=False):
+            return _run(query, key, value, chosen, call).to(query.dtype)
 
 
-def _working_type(dtype: torch.dtype, scale: float, mask: Tensor | None) -> torch.dtype:
-    """Return float32, or float64 where that is asked for or the scale or the additive mask needs its range."""
-    if dtype == torch.float64 or abs(scale) > LARGEST_SCALE:
-        return torch.float64
-    wide = mask is not None and mask.dtype == torch.float64 and bool((mask.isfinite() & mask.float().isinf()).any())
-    return torch.float64 if wide else torch.float32
+def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, call: Call) -> Tensor:
+    """Run a checked call, in the type that it computes in."""
+    v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
+    q, k, v = _convert(query, key, v, call.dtype)
+    chosen.check(q, k, call)
+    width = v.weight.shape[0] // max(key.shape[1], 1) if isinstance(v, Projection) else v.shape[3]
+    shape = (*query.shape[:3], width)
+    if 0 in (*shape, key.shape[2]):
+        if chosen.supports.lse:
+            call.note(lse=q.new_full(query.shape[:3], -torch.inf))
+        given = [query, key, *(t for t in (value if isinstance(value, Projection) else (value,)) if t is not None)]
+        return q.new_zeros(shape) + sum(t[..., :0].sum() for t in given)  # zero, and part of every input's graph
+
+    clean = quarantine(q, k, v, chosen, call, balance=call.past is None)
+    out = _by_head(chosen, clean.q, clean.k, clean.v, clean.call, shape)
+    if clean.wide is not None:
+        out = _merge_wide(out, clean.wide, clean.call, chosen)
+    lse = None if call.statistics is None else call.statistics.get("lse")
+    if clean.spoiled is not None:
+        out = out.masked_fill(clean.spoiled, torch.nan)
+        lse = None if lse is None else lse.masked_fill(clean.spoiled.any(-1), torch.nan)
+    if (rows := call.mask.queries) is not None:
+        out = out.masked_fill(~rows[:, None, :, None], 0.0)
+        lse = None if lse is None else lse.masked_fill(~rows[:, None, :], -torch.inf)
+    if lse is not None:
+        call.note(lse=lse)
+    return out
 
 
 def _convert(
@@ -245,25 +200,26 @@ def _convert(
     return q.to(dtype), k.to(dtype), v.map(lambda t: t.to(dtype)) if isinstance(v, Projection) else v.to(dtype)
 
 
-def _compute(
-    chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call, shape: tuple[int, ...]
+def _by_head(
+    chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call, shape: tuple[int, ...]
 ) -> Tensor:
     """Run the method on key heads that are repeated to the query heads; shape: of the output."""
     if call.groups > 1:
         k = k.repeat_interleave(call.groups, dim=1)
         v = v if isinstance(v, Projection) else v.repeat_interleave(call.groups, dim=1)
-    out = _dispatch(chosen, impl, q, k, v, call)
+    out = _dispatch(chosen, q, k, v, call)
     if out.shape != shape:
         raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
     return out
 
 
-def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method, impl: Impl) -> Tensor:
+def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
     """`out`, and what `inspect()` notes, with the rows that see an extreme entry taken from a call in float64."""
     notes: dict[str, Tensor] | None = None if call.statistics is None else {}
-    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.double()
-    call_64 = replace(call, mask=mask, statistics=notes, past=None)
-    found = _compute(chosen, impl, wide.q, wide.k, wide.v, call_64, tuple(out.shape))
+    call_64 = replace(call, statistics=notes, past=None)
+    if call.mask.bias is not None:
+        call_64 = call_64.with_mask(pattern=call.mask.bias.double())
+    found = _by_head(chosen, wide.q, wide.k, wide.v, call_64, tuple(out.shape))
     rows = wide.rows.any(-1).expand(out.shape[:3])
     for name, note in (notes or {}).items():
         before = (call.statistics or {}).get(name)
@@ -278,13 +234,13 @@ def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method, impl: Impl)
     return torch.where(wide.rows, found.to(out.dtype), out)
 
 
-def _dispatch(chosen: Method, impl: Impl, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
+def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
     """By kernels where they cover the call, else by the path in plain PyTorch; by the specification if asked."""
-    if impl == "reference":
+    if call.impl == "reference":
         return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
     own = native.ready(q) and _native_is_current(type(chosen))
     out = chosen.native(q, k, v, call) if own else None  # type: ignore[arg-type]
-    if out is None and impl == "native":
+    if out is None and call.impl == "native":
         raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
     return chosen.fast(q, k, v, call) if out is None else out  # type: ignore[arg-type]
 
@@ -304,14 +260,4 @@ def _why_not_native(chosen: Method, q: Tensor) -> str:
     return f"the kernels of {chosen} do not cover this call"
 
 
-def _seed(seed: int) -> int:
-    """The seed as 64 bits."""
-    return seed & (2**64 - 1)
-
-
-def _draw_seed(random: bool) -> int:
-    """A seed from torch's global generator, but only for a call that needs random numbers."""
-    return int(torch.randint(2**63 - 1, ())) if random else 0
-
-
-compiled.serve(_run)
+compiled.serve(compute)

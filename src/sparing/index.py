@@ -14,6 +14,7 @@ from sparing.contract import Method, Past, Unsupported, list_methods
 from sparing.contract import method as _method
 from sparing.draws import Draws
 from sparing.functional import inspect, memory_errors_named
+from sparing.mask import Mask
 from sparing.quarantine import LARGEST_SCALE, is_moderate, limit_of, quarantine
 
 _WIDE = (torch.float32, torch.float64)  #: types that methods compute in
@@ -286,9 +287,11 @@ class Index:
         if (rows := self._fresh(keep, n)) is not None:
             q = q.masked_fill(~rows[:, None, :, None], 0.0)
         call = Call(
-            scale=self._scale(query), is_causal=True, keep=keep, influence=keep, mask=None,
-            draws=self._draws(query, key), groups=query.shape[1] // key.shape[1],
-        )  # fmt: skip
+            scale=self._scale(query),
+            mask=Mask(causal=True, keep=keep, influence=keep),
+            draws=self._draws(query, key),
+            groups=query.shape[1] // key.shape[1],
+        )
         whole = quarantine(pad(q, (0, 0, key.shape[2] - n, 0)), k, v, self.method, call, balance=False)
         assert isinstance(whole.v, Tensor)
         if whole.wide is not None or (q.dtype == torch.float64 and float(whole.v.abs().max()) > limit_of(q.dtype)):

@@ -13,7 +13,6 @@ and small keys, or the reverse, at sizes that meet in the middle; products that 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,12 +53,12 @@ def quarantine(
     balance: whether float64 queries and keys may be returned at other sizes with the same products.
     """
     payload = v.x if isinstance(v, Projection) else v  # (B, H_kv, n_k, e) or (B, n_k, in)
-    if call.keep is not None:
-        padded = ~call.keep
+    if call.mask.keep is not None:
+        padded = ~call.mask.keep
         k = k.masked_fill(padded[:, None, :, None], 0.0)
         payload = payload.masked_fill(padded.view(padded.shape[0], *[1] * (payload.ndim - 3), -1, 1), 0.0)
     spoiled, wide = None, None
-    if call.mask is not None and call.mask.dtype != torch.bool:
+    if call.mask.bias is not None:
         call, spoiled = _without_nan(call, q.shape[-2], k.shape[-2])
     limit = limit_of(q.dtype, call.scale)
     if not all(_largest(t) <= limit for t in (q, k, payload)):
@@ -69,8 +68,8 @@ def quarantine(
         if q.dtype == torch.float64:
             if balance and method.supports.training_free:
                 q, k = _balanced(q, k, limit, call)
-            if call.influence is not None:  # padded queries, which nothing else may see
-                far = _extreme(q, limit) & ~call.influence[:, None]
+            if call.mask.influence is not None:  # padded queries, which nothing else may see
+                far = _extreme(q, limit) & ~call.mask.influence[:, None]
                 bad_q, q = bad_q | far, q.masked_fill(far.unsqueeze(-1), 0.0)
             _refuse_extreme(q, k, limit, call.scale)
         if any(bool(bad.any()) for bad in (bad_q, bad_k, bad_v)):
@@ -93,8 +92,8 @@ def _split(
         return q, k, payload, None
     rows = _rows_that_see(far_q, far_k, far_v, None, call)
     if method.supports.mixes_queries:
-        mixed = far_q if call.influence is None else far_q & call.influence[:, None]
-        mixed = mixed.cummax(-1).values if call.is_causal else mixed.any(-1, keepdim=True)
+        mixed = far_q if call.mask.influence is None else far_q & call.mask.influence[:, None]
+        mixed = mixed.cummax(-1).values if call.mask.causal else mixed.any(-1, keepdim=True)
         rows = rows | mixed.unsqueeze(-1)
     full = _with_payload(v, payload)
     wide_v = full.map(Tensor.double) if isinstance(full, Projection) else full.double()
@@ -109,14 +108,14 @@ def _with_payload(v: Tensor | Projection, payload: Tensor) -> Tensor | Projectio
 
 def _without_nan(call: Call, n_q: int, n_k: int) -> tuple[Call, Tensor | None]:
     """The call with zeros for NaN and +inf in its additive mask; (B, H, n_q, 1) the rows that see one of them."""
-    mask = call.mask
+    mask = call.mask.bias
     assert mask is not None
     if mask.numel() == 0 or float(mask.detach().amax()) < math.inf:  # NaN is the largest
         return call, None
     bad = mask.isnan() | (mask == math.inf)
-    visible = call.visible(n_q, n_k, mask.device)
+    visible = call.mask.visible(n_q, n_k, mask.device)
     assert visible is not None
-    return replace(call, mask=mask.masked_fill(bad, 0.0)), (visible & bad).any(-1, keepdim=True)
+    return call.with_mask(pattern=mask.masked_fill(bad, 0.0)), (visible & bad).any(-1, keepdim=True)
 
 
 def _extreme(rows: Tensor, limit: float) -> Tensor:
@@ -129,7 +128,11 @@ def _balanced(q: Tensor, k: Tensor, limit: float, call: Call) -> tuple[Tensor, T
 
     Each key head is multiplied by a power of two and its queries are divided by it, so no product changes by a bit.
     """
-    heard = q.detach() if call.influence is None else q.detach().masked_fill(~call.influence[:, None, :, None], 0.0)
+    heard = (
+        q.detach()
+        if call.mask.influence is None
+        else q.detach().masked_fill(~call.mask.influence[:, None, :, None], 0.0)
+    )
     size_q = heard.abs().amax((-2, -1)).unflatten(1, (-1, call.groups)).amax(-1)  # (B, H_kv)
     size_k = k.detach().abs().amax((-2, -1))
     tiny = torch.finfo(q.dtype).tiny
@@ -195,11 +198,11 @@ def _rows_that_see(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, reach: Tensor | 
     if bad_v.ndim == 3:  # hidden states of a Projection: every width of every head
         bad_v = bad_v.any(-1)[:, None, :, None]
     bad = (bad_v | bad_k.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)  # (B, H, n_k, e)
-    if call.mask is None and reach is None:  # padded keys are zero, hence not bad
+    if call.mask.pattern is None and reach is None:  # padded keys are zero, hence not bad
         last = torch.arange(n_q, device=bad.device).clamp_max(n_k - 1)
-        seen = bad.cummax(-2).values[..., last, :] if call.is_causal else bad.any(-2, keepdim=True)
+        seen = bad.cummax(-2).values[..., last, :] if call.mask.causal else bad.any(-2, keepdim=True)
     else:
-        visible = call.visible(n_q, n_k, bad.device)
+        visible = call.mask.visible(n_q, n_k, bad.device)
         visible = reach if visible is None else visible if reach is None else visible & reach
         assert visible is not None
         seen = visible.expand(*bad.shape[:2], n_q, n_k).float() @ bad.float() > 0

@@ -149,7 +149,7 @@ def test_a_method_of_the_user_goes_through_the_door():
         name = "_mean"
 
         def reference(self, q, k, v, call):
-            weights = torch.ones(()) if call.keep is None else call.keep[:, None, :, None]
+            weights = torch.ones(()) if call.mask.keep is None else call.mask.keep[:, None, :, None]
             total = (weights * torch.ones_like(v[..., :1])).sum(-2, keepdim=True).clamp_min(1)
             return ((weights * v).sum(-2, keepdim=True) / total).expand(*q.shape[:-1], v.shape[-1])
 

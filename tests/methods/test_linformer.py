@@ -9,6 +9,7 @@ import torch
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.methods.linformer.method import Linformer
 from tests.support.inputs import Inputs, exact_for, keys_mask, make, padding, peaked, relative
 
@@ -220,9 +221,7 @@ def test_random_is_not_claimed_to_approximate_softmax():
 
 
 def _call(heads):
-    return Call(
-        scale=1.0, is_causal=False, keep=None, influence=None, mask=None, draws=Draws(0, torch.arange(heads))
-    )  # fmt: skip
+    return Call(scale=1.0, mask=Mask(), draws=Draws(0, torch.arange(heads)))  # fmt: skip
 
 
 # pooled

@@ -11,6 +11,7 @@ import sparing
 from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.methods.lsh import method as module
 from sparing.methods.lsh.method import Lsh
 from sparing.methods.lsh.rotation_law import log_collision, log_collision_law
@@ -22,7 +23,7 @@ def call_for(x: Inputs, seed: int = 0, causal: bool = False, keep: Tensor | None
     influence = keep if x.n_q == x.n_k else None
     draws = Draws(seed, torch.arange(x.q.shape[1]))
     return Call(
-        scale=1 / math.sqrt(x.q.shape[-1]), is_causal=causal, keep=keep, influence=influence, mask=None, draws=draws
+        scale=1 / math.sqrt(x.q.shape[-1]), mask=Mask(causal=causal, keep=keep, influence=influence), draws=draws
     )
 
 
@@ -30,9 +31,9 @@ def rounds_seen(m: Lsh, x: Inputs, **kwargs) -> Tensor:
     """(rounds, B, H, n_q, n_k): which round shows which key."""
     call = call_for(x, **kwargs)
     found, _ = m.look_up(x.q, x.k, call)
-    count = call.key_ranks(x.n_k, x.k.device)[1]
+    count = call.mask.key_ranks(x.n_k, x.k.device)[1]
     seen = torch.stack([r.sees(None, None, count) for r in found])
-    visible = call.visible(x.n_q, x.n_k, x.q.device)
+    visible = call.mask.visible(x.n_q, x.n_k, x.q.device)
     return seen if visible is None else seen & visible
 
 

@@ -1,7 +1,6 @@
 """Monte-Carlo attention: masks, padding, groups, exact rows, baselines, cost, refusals."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -120,7 +119,7 @@ def test_padding_changes_no_count(side, monkeypatch):
     received = monte_carlo._received
     broken = {
         "sample_counts": lambda m, tokens, *rest: sample_counts(m, torch.full_like(tokens, m.shape[-1]), *rest),
-        "_received": lambda weights, heads, call: received(weights, heads, replace(call, influence=None)),
+        "_received": lambda weights, heads, call: received(weights, heads, call.with_mask(influence=None)),
     }
     for name, function in broken.items():  # controls: published code counts padded tokens and padded queries
         with monkeypatch.context() as patch, native.switched_off():

@@ -10,6 +10,7 @@ from torch import Tensor
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.methods.multipole.method import Multipole
 from sparing.methods.multipole.poles import BLOCKS, Plan
 from tests.support.inputs import Inputs, exact_for, keys_mask, make, padding, relative
@@ -31,7 +32,7 @@ def agrees(found: Tensor, wanted: Tensor) -> None:
 def planned(m: Multipole, x: Inputs, causal: bool = False) -> Plan:
     draws = Draws(0, torch.arange(x.q.shape[1]))
     scale = 1 / math.sqrt(x.q.shape[-1])
-    return m.plan(x.q, x.k, Call(scale=scale, is_causal=causal, keep=None, influence=None, mask=None, draws=draws))
+    return m.plan(x.q, x.k, Call(scale=scale, mask=Mask(causal=causal), draws=draws))
 
 
 def leaning(n: int, n_k: int | None = None, sharpness: float = 1.5, seed: int = 0) -> Inputs:

@@ -10,6 +10,7 @@ from torch import Tensor
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.maths.packing import place_of_rank
 from sparing.methods.multipole import method as module
 from sparing.methods.multipole import poles
@@ -26,7 +27,7 @@ def planned(m: Multipole, x: Inputs, causal: bool, keep: Tensor | None = None) -
     """The clusters, valid keys first."""
     k = x.k if keep is None else x.k.take_along_dim(place_of_rank(keep)[:, None, :, None], dim=2)
     draws = Draws(0, torch.arange(x.q.shape[1]))
-    return m.plan(x.q, k, Call(scale=0.3, is_causal=causal, keep=keep, influence=keep, mask=None, draws=draws))
+    return m.plan(x.q, k, Call(scale=0.3, mask=Mask(causal=causal, keep=keep, influence=keep), draws=draws))
 
 
 def same_prefix(x: Inputs, y: Inputs, n: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.maths.linear import LogFeatures, linear_attention
 from sparing.methods.random_features import RandomFeatures
 from tests.support.inputs import exact_for, keys_mask, make, padding, relative
@@ -19,7 +20,7 @@ IID = RandomFeatures(features=16, orthogonal=False)
 
 def call(heads=2, seed=0, is_causal=False):
     streams = torch.arange(heads)
-    return Call(scale=1.0, is_causal=is_causal, keep=None, influence=None, mask=None, draws=Draws(seed, streams))
+    return Call(scale=1.0, mask=Mask(causal=is_causal), draws=Draws(seed, streams))
 
 
 def explicit(x, method, seed, causal=False, keep=None, scale=None):
@@ -103,7 +104,7 @@ class ZeroKeys(RandomFeatures):
     native = sparing.Method.native  # none
 
     def fast(self, q, k, v, call):
-        return super().fast(q, k, v, replace(call, keep=None))
+        return super().fast(q, k, v, call.with_mask(keep=None))
 
 
 @dataclass(frozen=True, kw_only=True)

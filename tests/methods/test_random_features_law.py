@@ -12,13 +12,14 @@ import torch
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.methods.random_features import RandomFeatures
 from tests.support.inputs import exact_for, make
 
 
 def call(draws=4000, scale=1.0, seed=0):
     streams = torch.arange(draws)
-    return Call(scale=scale, is_causal=False, keep=None, influence=None, mask=None, draws=Draws(seed, streams))
+    return Call(scale=scale, mask=Mask(), draws=Draws(seed, streams))
 
 
 def pairs(d, lengths=(0.2, 0.5, 0.8, 1.0)):

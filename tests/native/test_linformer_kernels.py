@@ -7,6 +7,7 @@ import sparing
 from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws, checksum
+from sparing.mask import Mask
 from sparing.methods.linformer.method import Linformer
 from sparing.methods.linformer.native import sign_projection
 from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
@@ -28,7 +29,7 @@ def draws(heads=2, seed=5):
 
 
 def rows(n, rank, drawn):
-    call = Call(scale=1.0, is_causal=False, keep=None, influence=None, mask=None, draws=drawn)
+    call = Call(scale=1.0, mask=Mask(), draws=drawn)
     return Linformer(rank=rank)._rows(n, call)
 
 

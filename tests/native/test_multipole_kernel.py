@@ -9,6 +9,7 @@ import sparing
 from sparing import native
 from sparing.call import Call
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.methods.multipole import clusters, poles
 from sparing.methods.multipole import native as kernels
 from sparing.methods.multipole.method import Multipole, native_cluster
@@ -124,9 +125,7 @@ def test_the_same_clusters(isa, rows, d, centres):
 
 
 def plan_of(q, k, causal):
-    call = Call(
-        scale=0.25, is_causal=causal, keep=None, influence=None, mask=None, draws=Draws(1, torch.arange(q.shape[1]))
-    )
+    call = Call(scale=0.25, mask=Mask(causal=causal), draws=Draws(1, torch.arange(q.shape[1])))
     return Multipole(clusters=12, keys=20, window=6, chunk=32).plan(q, k, call)
 
 

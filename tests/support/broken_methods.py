@@ -28,7 +28,7 @@ class FutureThroughLandmarks(Nystrom):
     supports = Supports(causal=True, position_based=True)
 
     def reference(self, q, k, v, call):
-        return super().reference(q, k, v, replace(call, is_causal=False))
+        return super().reference(q, k, v, call.with_mask(causal=False))
 
     fast = reference
 
@@ -41,7 +41,7 @@ class KeyShiftWithEpsilon(RandomFeatures):
     def reference(self, q, k, v, call):
         phi_q, phi_k, log_k = self.log_features(q, k, call)
         phi_k = phi_k * (log_k - log_k.amax(-1, keepdim=True)).exp().unsqueeze(-1) + 1e-4
-        weights = (phi_q @ phi_k.mT).tril() if call.is_causal else phi_q @ phi_k.mT
+        weights = (phi_q @ phi_k.mT).tril() if call.mask.causal else phi_q @ phi_k.mT
         return weights @ v / weights.sum(-1, keepdim=True)
 
     fast = reference
@@ -51,7 +51,7 @@ class MaskDropped(Broken):
     name = "_mask_dropped"
 
     def reference(self, q, k, v, call):
-        return super().reference(q, k, v, replace(call, keep=None, mask=None))
+        return super().reference(q, k, v, call.with_mask(keep=None, pattern=None))
 
 
 class ZeroKeyInsteadOfZeroFeature(RandomFeatures):
@@ -60,7 +60,7 @@ class ZeroKeyInsteadOfZeroFeature(RandomFeatures):
     name = "_zero_key"
 
     def reference(self, q, k, v, call):
-        return super().reference(q, k, v, replace(call, keep=None))
+        return super().reference(q, k, v, call.with_mask(keep=None))
 
     fast = reference
 
@@ -69,7 +69,7 @@ class PaddingInLandmarks(Nystrom):
     name = "_padding_in_landmarks"
 
     def reference(self, q, k, v, call):
-        means = segment_means(k, *replace(call, keep=None).key_ranks(k.shape[-2], k.device), None, self.landmarks)
+        means = segment_means(k, *call.with_mask(keep=None).mask.key_ranks(k.shape[-2], k.device), None, self.landmarks)
         weights = (q @ means.mT * call.scale).softmax(-1)
         shared, _ = dense.softmax(dense.logits(means, k, call))
         return weights @ (shared @ v)
@@ -84,8 +84,8 @@ class BatchWideNorm(Nystrom):
     iterations: int = 2
 
     def reference(self, q, k, v, call):
-        q_means = segment_means(q, *call.query_ranks(q.shape[-2], q.device), call.influence, self.landmarks)
-        k_means = segment_means(k, *call.key_ranks(k.shape[-2], k.device), call.keep, self.landmarks)
+        q_means = segment_means(q, *call.mask.query_ranks(q.shape[-2], q.device), call.mask.influence, self.landmarks)
+        k_means = segment_means(k, *call.mask.key_ranks(k.shape[-2], k.device), call.mask.keep, self.landmarks)
         first, middle = ((x @ k_means.mT * call.scale).softmax(-1) for x in (q, q_means))
         last, _ = dense.softmax(dense.logits(q_means, k, call))
         start = middle.mT / middle.sum(-2).max()
@@ -103,8 +103,8 @@ class SlotKeyedDraws(RandomFeatures):
         outs = []
         for b in range(q.shape[0]):
             draws = replace(call.draws, seed=call.draws.seed + b)
-            keep = None if call.keep is None else call.keep[b : b + 1]
-            one = replace(call, draws=draws, keep=keep)
+            keep = None if call.mask.keep is None else call.mask.keep[b : b + 1]
+            one = replace(call.with_mask(keep=keep), draws=draws)
             outs.append(super().reference(q[b : b + 1], k[b : b + 1], v[b : b + 1], one))
         return torch.cat(outs)
 
@@ -119,7 +119,9 @@ class LastTokensDropped(Broken):
     def reference(self, q, k, v, call):
         n = k.shape[-2] // 8 * 8 or k.shape[-2]
         keep = torch.arange(k.shape[-2]).expand(k.shape[0], -1) < n
-        return super().reference(q, k, v, replace(call, keep=keep if call.keep is None else keep & call.keep))
+        return super().reference(
+            q, k, v, call.with_mask(keep=keep if call.mask.keep is None else keep & call.mask.keep)
+        )
 
 
 class TemperatureTwice(Broken):
@@ -213,7 +215,7 @@ class HidesBeforeScaling(Broken):
     name = "_hides_before_scaling"
 
     def fast(self, q, k, v, call):
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         scores = q @ k.mT
         scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
         return (scores * call.scale).softmax(-1) @ v
@@ -256,7 +258,7 @@ class GradientOfEmptyRows(Broken):
 
     def reference(self, q, k, v, call):
         out = super().reference(q, k, v, call)
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         if visible is None:
             return out
         return out + (q - q.detach()).mean(-1, keepdim=True) * ~visible.any(-1, keepdim=True)
@@ -340,7 +342,7 @@ class QueryMaskIgnored(Nystrom):
     name = "_query_mask_ignored"
 
     def reference(self, q, k, v, call):
-        return super().reference(q, k, v, replace(call, influence=None))
+        return super().reference(q, k, v, call.with_mask(influence=None))
 
     fast = reference
 

@@ -11,9 +11,9 @@ from sparing.call import Call
 def logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
     """scale * q.k plus an additive mask; -inf where the query may not look. (B, H, n_q, n_k)"""
     scores = q @ k.transpose(-1, -2) * call.scale
-    if call.mask is not None and call.mask.dtype != torch.bool:
-        scores = scores + call.mask
-    visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+    if call.mask.bias is not None:
+        scores = scores + call.mask.bias
+    visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
     return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
 

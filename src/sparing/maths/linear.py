@@ -34,11 +34,11 @@ def linear_sums(features: LogFeatures, v: Tensor, call: Call, *, shift: bool = T
     With `shift`, both are divided by the largest exp(log_k_j) that the row sees; without, log_k must be zero.
     """
     phi_q, phi_k, log_k = features
-    if call.keep is not None:
-        phi_k = phi_k * call.keep[:, None, :, None]
-        log_k = log_k.masked_fill(~call.keep[:, None, :], -torch.inf)
+    if call.mask.keep is not None:
+        phi_k = phi_k * call.mask.keep[:, None, :, None]
+        log_k = log_k.masked_fill(~call.mask.keep[:, None, :], -torch.inf)
     v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)  # the last column carries the row sums
-    if call.is_causal:
+    if call.mask.causal:
         sums = _causal(phi_q, phi_k, log_k, v, shift=shift)
     else:
         top = finite_or_zero(log_k.amax(-1, keepdim=True)) if shift else torch.zeros_like(log_k[..., :1])
@@ -66,8 +66,10 @@ def feature_weights(features: LogFeatures, visible: Tensor | None) -> Tensor:
 def plain_sums(v: Tensor, call: Call, n_q: int) -> tuple[Tensor, Tensor]:
     """sum_j v_j (B, H, n_q or 1, e) and the number of keys (B or 1, 1, n_q or 1, 1) that each row sees."""
     n_k = v.shape[-2]
-    keep = v.new_ones(1, n_k) if call.keep is None else call.keep.to(v.dtype)  # padded values are zero already
-    if not call.is_causal:
+    keep = (
+        v.new_ones(1, n_k) if call.mask.keep is None else call.mask.keep.to(v.dtype)
+    )  # padded values are zero already
+    if not call.mask.causal:
         return v.sum(-2, keepdim=True), keep.sum(-1)[:, None, None, None]
     last = torch.arange(n_q, device=v.device).clamp_max(n_k - 1)
     return v.cumsum(-2)[..., last, :], keep.cumsum(-1)[:, None, last, None]

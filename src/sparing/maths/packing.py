@@ -26,8 +26,10 @@ def pack(valid: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
 
 def attend_items(out: Tensor, items: Tensor, attend: Attend, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """`out` with the batch items `items` replaced by what `attend` gives for them on their valid keys alone."""
-    keep = call.keep
+    keep = call.mask.keep
     q, k, v = q[items], k[items], v[items]
     if keep is not None:
         keep, k, v = pack(keep[items], k, v)
-    return out.index_copy(0, items, attend(q, k, v, replace(call, keep=keep, influence=None, statistics=None)))
+    return out.index_copy(
+        0, items, attend(q, k, v, replace(call.with_mask(keep=keep, influence=None), statistics=None))
+    )

@@ -44,14 +44,14 @@ class Exact(Method):
             return self.reference(q, k, v, call)
         if _needs_plain_gradient(q, k, v, call.scale):
             return self.reference(q, k, v, call)
-        if call.keep is None and call.mask is None:
-            q, scale = _positive(q, call.scale) if call.is_causal else (q, call.scale)
-            return scaled_dot_product_attention(q, k, v, is_causal=call.is_causal, scale=scale)
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        if call.mask.keep is None and call.mask.pattern is None:
+            q, scale = _positive(q, call.scale) if call.mask.causal else (q, call.scale)
+            return scaled_dot_product_attention(q, k, v, is_causal=call.mask.causal, scale=scale)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         assert visible is not None
         mask = visible
-        if call.mask is not None and call.mask.dtype != torch.bool:
-            mask = call.mask.to(q.dtype).masked_fill(~visible, -torch.inf)
+        if call.mask.bias is not None:
+            mask = call.mask.bias.to(q.dtype).masked_fill(~visible, -torch.inf)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
         return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
@@ -91,7 +91,7 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
 def _drawn(weights: Tensor, call: Call) -> Tensor:
     """A uniform number for each weight (B or 1, H, n_q, n_k), keyed by the ranks of query and key and by the head."""
     batch, heads, n_q, n_k = weights.shape
-    q_ranks, k_ranks = call.query_ranks(n_q, weights.device)[0], call.key_ranks(n_k, weights.device)[0]
+    q_ranks, k_ranks = call.mask.query_ranks(n_q, weights.device)[0], call.mask.key_ranks(n_k, weights.device)[0]
     member = torch.arange(heads, device=weights.device) % call.groups  # heads of a group share a stream, not a mask
     pairs = (q_ranks[:, :, None] << 28) + k_ranks[:, None, :]  # (B or 1, n_q, n_k)
     slots = batch if call.slot_keyed_dropout else pairs.shape[0]

@@ -78,7 +78,7 @@ class RandomFeatures(Method):
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self._note_variance(q, k, call)
         # Each row is divided by the largest factor that it sees: it cancels, and never looks at the future.
-        weights = feature_weights(self.log_features(q, k, call), call.visible(q.shape[-2], k.shape[-2], q.device))
+        weights = feature_weights(self.log_features(q, k, call), call.mask.visible(q.shape[-2], k.shape[-2], q.device))
         return dense.divide_rows(weights @ v, weights.sum(-1, keepdim=True))
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -90,9 +90,9 @@ class RandomFeatures(Method):
         rows = self.projection(q.shape[-1], call).to(q.dtype).expand(q.shape[0], -1, -1, -1)
         root = math.sqrt(abs(call.scale))
         signed = math.copysign(root, call.scale)
-        if call.is_causal:
-            return feature_causal(q, k, v, rows, call.keep, Map.EXPONENTIAL, (signed, root))[0]
-        sums, mass, _ = feature_sums(k, rows, v, call.keep, Map.EXPONENTIAL, root)
+        if call.mask.causal:
+            return feature_causal(q, k, v, rows, call.mask.keep, Map.EXPONENTIAL, (signed, root))[0]
+        sums, mass, _ = feature_sums(k, rows, v, call.mask.keep, Map.EXPONENTIAL, root)
         return feature_mix(q, rows, sums, mass, Map.EXPONENTIAL, signed)[0]
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.functional import attention
+from sparing.mask import hides
 
 
 class MultiheadAttention(nn.Module):
@@ -169,7 +170,7 @@ class MultiheadAttention(nn.Module):
             call["query_mask"] = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         if self_attention and extra and key_padding_mask is not None and self.method.name != "exact":
             # With extra keys the door cannot tell that padded keys are padded queries too.
-            padded = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+            padded = key_padding_mask if key_padding_mask.dtype == torch.bool else hides(key_padding_mask)
             call["query_mask"] = ~padded
         given = Projection(v, wv, bv).map(lambda t: t.to(q)) if projection else self._split(v)
         out = attention(q, k, given, state=self.state, **call)

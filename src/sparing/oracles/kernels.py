@@ -41,11 +41,11 @@ class OracleOf(Method):
         weights = weights_of(self.kernel, q, k, call)
         # A key of no weight stays one that may be used; only hidden ones may not.
         scores = weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         if visible is not None:
             scores = scores.masked_fill(~visible, -torch.inf)
         none_q, none_k = (x[..., :1].double() * 0 for x in (q, k))
-        return self.choice.reference(none_q, none_k, v.double(), replace(call, mask=scores)).to(v.dtype)
+        return self.choice.reference(none_q, none_k, v.double(), call.with_mask(pattern=scores)).to(v.dtype)
 
     def exact_target(self) -> Method:
         return self.kernel

@@ -16,9 +16,9 @@ _PAIRS = 2**22  # logits held at a time
 def blocks(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, visible, logits) for successive rows of queries; both (B, H, rows, n_k), the logits -inf where hidden."""
     full = (*q.shape[:-1], k.shape[-2])
-    visible = call.visible(full[2], full[3], q.device)
+    visible = call.mask.visible(full[2], full[3], q.device)
     visible = (torch.ones((), dtype=torch.bool, device=q.device) if visible is None else visible).expand(full)
-    bias = None if call.mask is None or call.mask.dtype == torch.bool else call.mask.to(q.dtype).expand(full)
+    bias = None if call.mask.bias is None else call.mask.bias.to(q.dtype).expand(full)
     step = max(1, _PAIRS // (full[0] * full[1] * full[3]))
     for rows in (slice(start, start + step) for start in range(0, full[2], step)):
         scores = q[:, :, rows] @ k.mT * call.scale

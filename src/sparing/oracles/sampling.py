@@ -72,9 +72,9 @@ class Sampled(Method):
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         wide = v.double()
-        ranks, _ = call.query_ranks(q.shape[-2], q.device)  # (B or 1, n_q)
-        if call.influence is not None:  # a query that is padding keeps its place
-            ranks = torch.where(call.influence, ranks, torch.arange(q.shape[-2], device=q.device))
+        ranks, _ = call.mask.query_ranks(q.shape[-2], q.device)  # (B or 1, n_q)
+        if call.mask.influence is not None:  # a query that is padding keeps its place
+            ranks = torch.where(call.mask.influence, ranks, torch.arange(q.shape[-2], device=q.device))
         parts = []
         for rows, _, scores in blocks(q.double(), k.double(), call):
             alpha, _ = dense.softmax(scores)  # (B, H, rows, n_k)

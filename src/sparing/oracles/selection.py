@@ -71,9 +71,9 @@ class TopKeys(Method):
         return torch.cat(out, dim=-2)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if call.mask is not None:  # a mask by query is as large as the scores, which the kernel exists to avoid
+        if call.mask.pattern is not None:  # a mask by query is as large as the scores, which the kernel exists to avoid
             return None
-        out, lse, all_lse = top_keys(q, k, v, call.keep, self.keys, call.is_causal, call.scale, call.noted)
+        out, lse, all_lse = top_keys(q, k, v, call.mask.keep, self.keys, call.mask.causal, call.scale, call.noted)
         if call.noted:
             call.note(lse=lse, mass=(lse - all_lse).exp().nan_to_num())
         return out

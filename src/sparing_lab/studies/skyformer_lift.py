@@ -11,6 +11,7 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.contract import method as _method
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.maths.linalg import degree_scaled, inverse_iteration
 from sparing.methods.skyformer.method import Skyformer, gaussian
 
@@ -40,9 +41,10 @@ def call_of(
 ) -> Call:
     """What `attention` would hand to a method for queries [B, H, n, d], with that seed."""
     return Call(
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal=False, keep=keep, influence=influence,
-        mask=None, draws=Draws(seed, torch.arange(q.shape[1])),
-    )  # fmt: skip
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        mask=Mask(keep=keep, influence=influence),
+        draws=Draws(seed, torch.arange(q.shape[1])),
+    )
 
 
 def skyformer(spec: str | Skyformer) -> Skyformer:

@@ -75,7 +75,7 @@ class Kernel(Method):
             )
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         return self._attend(q, k, v, call.scale, visible, _distances)
 
     def _attend(
@@ -120,7 +120,7 @@ class Kernel(Method):
         return logs.exp()
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.kind == "elu" and call.mask is None:
+        if self.kind == "elu" and call.mask.pattern is None:
             return self._linear(q, k, v, call)
         if self.kind == "poly" and self._squares_pay(q.shape[-2], k.shape[-2], q.shape[-1], call):
             return self._squares(q, k, v, call)
@@ -143,13 +143,13 @@ class Kernel(Method):
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The dense product, some queries at a time, without the keys that causality hides from all of them."""
         n_q, n_k = q.shape[-2], k.shape[-2]
-        visible = call.visible(n_q, n_k, q.device)
+        visible = call.mask.visible(n_q, n_k, q.device)
         visible = None if visible is None else visible.expand(-1, -1, n_q, n_k)
         out = []
         stop = 0
         for queries in q.split(_ROWS, dim=-2):
             start, stop = stop, stop + queries.shape[-2]
-            end = min(stop, n_k) if call.is_causal else n_k
+            end = min(stop, n_k) if call.mask.causal else n_k
             keys, values = (x if end == n_k else x[..., :end, :] for x in (k, v))
             seen = None if visible is None else visible[..., start:stop, :end]
             out.append(self._attend(queries, keys, values, call.scale, seen, _distances_by_product))
@@ -168,14 +168,14 @@ class Kernel(Method):
         return torch.where(empty, dense.divide_rows(values, count), sums / total.masked_fill(empty, 1.0))
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if self.kind != "elu" or call.mask is not None:
+        if self.kind != "elu" or call.mask.pattern is not None:
             return None  # the other kinds, and masks by query, are dense products of torch
         by_row = self.normalize == "row"
         kind = Map.ELU if by_row else Map.PLAIN_ELU
-        if call.is_causal:
-            out, total = feature_causal(q, k, v, None, call.keep, kind, divide=by_row)
+        if call.mask.causal:
+            out, total = feature_causal(q, k, v, None, call.mask.keep, kind, divide=by_row)
         else:
-            sums, mass, _ = feature_sums(k, None, v, call.keep, kind)
+            sums, mass, _ = feature_sums(k, None, v, call.mask.keep, kind)
             out, total = feature_mix(q, None, sums, mass if by_row else None, kind)
         if self.normalize == "none":
             return out
@@ -189,7 +189,7 @@ class Kernel(Method):
 
     def _squares_pay(self, n_q: int, n_k: int, d: int, call: Call) -> bool:
         """Whether `poly` is faster through its feature map: measured, when its features are half the keys or fewer."""
-        plain = self.degree == 2 and not call.is_causal and call.mask is None and call.scale != 0
+        plain = self.degree == 2 and not call.mask.causal and call.mask.pattern is None and call.scale != 0
         return plain and _square_width(d) * (n_q + n_k) <= n_q * n_k
 
     def _squares(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

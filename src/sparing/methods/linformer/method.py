@@ -74,7 +74,7 @@ class Linformer(Method):
                 f"linformer: state has {heads} heads and rank {rank}, but the call has {q.shape[1]} heads "
                 f"and rank {self.rank}"
             )
-        longest = int(call.key_ranks(k.shape[-2], k.device)[1].amax()) if k.shape[0] else 0
+        longest = int(call.mask.key_ranks(k.shape[-2], k.device)[1].amax()) if k.shape[0] else 0
         if longest > max_length:
             raise ValueError(
                 f"linformer: {longest} keys exceed max_length={max_length} of the learned projection; shorten the "
@@ -89,8 +89,8 @@ class Linformer(Method):
 
     def _slots(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """K' = E K (B, H, r, d) and V' = E V."""
-        if call.keep is not None:  # the valid tokens first, in their order
-            order = place_of_rank(call.keep)[:, None, :, None]
+        if call.mask.keep is not None:  # the valid tokens first, in their order
+            order = place_of_rank(call.mask.keep)[:, None, :, None]
             k, v = (x.take_along_dim(order, dim=2) for x in (k, v))
         rows = self._rows(k.shape[-2], call).to(k.dtype)  # E (H, r, n)
         n = rows.shape[-1]  # a learned E may be shorter than the padding
@@ -100,9 +100,9 @@ class Linformer(Method):
         if call.state is not None:
             slots_k, slots_v = self._slots(k, v, call)
         elif self.projection == "random":
-            slots_k, slots_v = (sign_projection(x, call.keep, call.draws, _SIGNS_TAG, self.rank) for x in (k, v))
+            slots_k, slots_v = (sign_projection(x, call.mask.keep, call.draws, _SIGNS_TAG, self.rank) for x in (k, v))
         else:
-            slots_k, slots_v = (native_segments.segment_means(x, call.keep, self.rank) for x in (k, v))
+            slots_k, slots_v = (native_segments.segment_means(x, call.mask.keep, self.rank) for x in (k, v))
             bias = self._lengths(k, call).to(q.dtype).log().expand(k.shape[0], -1)
             return attend(q, slots_k, slots_v, None, bias, call.scale)[0]
         return attend(q, slots_k, slots_v, None, None, call.scale)[0]
@@ -117,15 +117,15 @@ class Linformer(Method):
         return (signs.flatten(-2)[..., : self.rank].mT.double() * 2 - 1) / self.rank**0.5
 
     def _pooled(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        ranks, count = call.key_ranks(k.shape[-2], k.device)
-        slots_k, slots_v = (segment_means(x, ranks, count, call.keep, self.rank) for x in (k, v))
+        ranks, count = call.mask.key_ranks(k.shape[-2], k.device)
+        slots_k, slots_v = (segment_means(x, ranks, count, call.mask.keep, self.rank) for x in (k, v))
         lengths = self._lengths(k, call)[:, None, None, :].to(q.dtype)
         weights, _ = dense.softmax(q @ slots_k.mT * call.scale + lengths.log())  # an empty run has a logit of -inf
         return weights @ slots_v
 
     def _lengths(self, k: Tensor, call: Call) -> Tensor:
         """(B or 1, r): how many valid tokens each run has."""
-        _, count = call.key_ranks(k.shape[-2], k.device)
+        _, count = call.mask.key_ranks(k.shape[-2], k.device)
         ends = torch.arange(self.rank + 1, device=k.device) * count[:, None] // self.rank  # (B or 1, r + 1)
         return ends.diff(dim=-1)
 

@@ -81,7 +81,7 @@ class Lsh(Method):
 
     def rotations(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """R (H, rows, rounds, d) in float64, and the number of buckets (B or 1,)."""
-        _, count = call.key_ranks(k.shape[-2], k.device)
+        _, count = call.mask.key_ranks(k.shape[-2], k.device)
         buckets = self.bucket_counts(count)
         rows = max(int(buckets.max()) // 2, 1)
         # Rows come first, so that a longer batch-mate, which needs more of them, does not change the others'.
@@ -89,8 +89,8 @@ class Lsh(Method):
 
     def look_up(self, q: Tensor, k: Tensor, call: Call) -> tuple[list[arcs.Round], Tensor]:
         """The arcs of each round, and the number of buckets (B or 1,). Both paths in PyTorch select through this."""
-        _, count = call.key_ranks(k.shape[-2], k.device)
-        tokens = arcs.Tokens(call.keep, call.influence, count, self.chunk)
+        _, count = call.mask.key_ranks(k.shape[-2], k.device)
+        tokens = arcs.Tokens(call.mask.keep, call.mask.influence, count, self.chunk)
         rotations, buckets = self.rotations(q, k, call)
         q = q if call.scale >= 0 else -q
         found = []
@@ -98,7 +98,7 @@ class Lsh(Method):
             in_q, in_k = (rotation_buckets(x, rotations[:, :, r], buckets) for x in (q, k))  # (B, H, n)
             if self.align == "rank":
                 found.append(arcs.by_rank(in_q, in_k, tokens))
-            elif call.is_causal:
+            elif call.mask.causal:
                 found.append(arcs.by_bucket_causal(in_q, in_k, tokens))
             else:
                 found.append(arcs.by_bucket(in_q, in_k, tokens, strict=self.combine == "ips"))
@@ -121,11 +121,11 @@ class Lsh(Method):
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         rounds, buckets = self.look_up(q, k, call)
-        _, count = call.key_ranks(k.shape[-2], k.device)
+        _, count = call.mask.key_ranks(k.shape[-2], k.device)
         hits = torch.zeros(*q.shape[:3], k.shape[-2], dtype=torch.int32, device=q.device)  # m, (B, H, n_q, n_k)
         for one in rounds:
             hits += one.sees(None, None, count)
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         hits = hits if visible is None else hits * visible
         shown = self.scores(q, k, buckets, call).masked_fill(hits == 0, -torch.inf)
         if self.combine == "sum":  # Value-aware A.1: m kappa(q, k), as the mean over the rounds
@@ -152,7 +152,7 @@ class Lsh(Method):
             lse = lse - math.log(self.rounds)
         if q.shape[-2] == k.shape[-2]:
             alone = (found.top == -torch.inf).squeeze(-1)
-            alone = alone if call.keep is None else alone & call.keep[:, None]
+            alone = alone if call.mask.keep is None else alone & call.mask.keep[:, None]
             out = torch.where(alone.unsqueeze(-1), v, out)
             lse = torch.where(alone, (q * k).sum(-1).detach() * call.scale, lse)
         call.note(lse=lse)
@@ -164,8 +164,8 @@ class Lsh(Method):
         """What the last of `rounds` shows, and no earlier one did unless hits are to be summed."""
         now, earlier = rounds[-1], [] if self.combine == "sum" else rounds[:-1]
         rows, width = max(self.chunk // 2, 1), 2 * self.chunk
-        query, filled, slot = arcs.pack(now.group, call.influence, rows)  # (B, H, blocks, rows) twice, (B, H, n_q)
-        _, count = call.key_ranks(k.shape[-2], k.device)
+        query, filled, slot = arcs.pack(now.group, call.mask.influence, rows)  # (B, H, blocks, rows) twice, (B, H, n_q)
+        _, count = call.mask.key_ranks(k.shape[-2], k.device)
         at_once = max(_SCORES // (q.shape[0] * q.shape[1] * rows * width), 1)
         parts = []
         for token, real in zip(query.split(at_once, 2), filled.split(at_once, 2), strict=True):
@@ -184,9 +184,11 @@ class Lsh(Method):
             return None
         rotations, buckets = self.rotations(q, k, call)
         in_q, in_k = (native.rotation_buckets(x, rotations, buckets) for x in (q if call.scale >= 0 else -q, k))
-        rule: native.Rule = "rank" if self.align == "rank" else "causal" if call.is_causal else "bucket"
+        rule: native.Rule = "rank" if self.align == "rank" else "causal" if call.mask.causal else "bucket"
         once = self.combine == "union"
-        out, lse, hits = native.lsh(q, k, v, in_q, in_k, call.keep, call.influence, self.chunk, rule, once, call.scale)
+        out, lse, hits = native.lsh(
+            q, k, v, in_q, in_k, call.mask.keep, call.mask.influence, self.chunk, rule, once, call.scale
+        )
         call.note(lse=lse if once else lse - math.log(self.rounds), hits=hits)
         return out
 

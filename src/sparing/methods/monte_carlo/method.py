@@ -13,6 +13,7 @@ from sparing import native
 from sparing.call import Call
 from sparing.contract import Cost, Method, Projection, Shape, Supports, Unsupported, knob, method
 from sparing.draws import Draws
+from sparing.mask import Mask
 from sparing.maths import dense
 from sparing.methods.monte_carlo.levels import (
     block_pairs,
@@ -108,11 +109,11 @@ class MonteCarlo(Method):
         return replace(type(self).supports, stochastic=self.alpha > 0 and self._samples)
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
-        if call.is_causal or call.mask is None or call.mask.shape[-2] == 1:
+        if call.mask.causal or call.mask.pattern is None or call.mask.pattern.shape[-2] == 1:
             return
         # A mask that hides all keys after a query's own, or after its place at the end of the keys, is causal.
         n_q, n_k = q.shape[-2], k.shape[-2]
-        visible = call.visible(n_q, n_k, q.device)
+        visible = call.mask.visible(n_q, n_k, q.device)
         assert visible is not None
         visible = visible.expand(*visible.shape[:3], n_k)
         for first in {1, max(n_k - n_q, 0) + 1}:
@@ -125,7 +126,7 @@ class MonteCarlo(Method):
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
         assert isinstance(v, Projection)
-        if call.is_causal:
+        if call.mask.causal:
             return self._reference_by_row(q, k, v, call)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         weights, valid, counts, center = self._weigh(q, k, v, call)
@@ -146,7 +147,7 @@ class MonteCarlo(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
         """Projects the tokens with r_j = d only, and adds one row of W for each sample of the others."""
         assert isinstance(v, Projection)
-        if call.is_causal:
+        if call.mask.causal:
             return self._by_row(q, k, v, call)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         weights, valid, counts, center = self._weigh(q, k, v, call)
@@ -159,7 +160,7 @@ class MonteCarlo(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor | None:
         """Finds M_j, samples and projects by kernels, and leaves A H to exact attention; no matrix A is made."""
         assert isinstance(v, Projection)
-        if call.mask is not None or call.is_causal or v.x.shape[-1] == 0:
+        if call.mask.pattern is not None or call.mask.causal or v.x.shape[-1] == 0:
             return None  # a mask or counts by query are as large as A; without features there is nothing to sample
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         valid, counts, lse = self._count(q, k, v, call)
@@ -184,12 +185,12 @@ class MonteCarlo(Method):
         (batch, _, n_q, _), n_k, d = q.shape, k.shape[2], v.x.shape[-1]
         heads = q.shape[1] // call.groups
         weights, lse = dense.softmax(dense.logits(q, k, call))  # A (B, H, n_q, n_k), exact
-        visible = call.visible(n_q, n_k, q.device)
+        visible = call.mask.visible(n_q, n_k, q.device)
         assert visible is not None
         seen = visible.expand(batch, q.shape[1], n_q, n_k).unflatten(1, (heads, -1)).any(2)
         received = weights.detach().unflatten(1, (heads, -1)).amax(2)
-        if call.influence is not None:
-            received = received.masked_fill(~call.influence[:, None, :, None], 0.0)
+        if call.mask.influence is not None:
+            received = received.masked_fill(~call.mask.influence[:, None, :, None], 0.0)
         received = running_maximum(received)  # M (B, H_kv, n_q, n_k)
         counts = self._budget(received, seen.sum(-1), d)  # r
         values, w = v.project(heads), v.weight.unflatten(0, (heads, -1)).mT
@@ -233,9 +234,9 @@ class MonteCarlo(Method):
         heads = q.shape[1] // call.groups
         if self.alpha == 0 and not call.noted:
             return _attend_finite(q, k, v.project(heads), call)
-        visible = call.visible(n_q, n_k, q.device)
+        visible = call.mask.visible(n_q, n_k, q.device)
         assert visible is not None
-        bias = None if call.mask is None or call.mask.dtype == torch.bool else call.mask
+        bias = call.mask.bias
 
         def of_head(t: Tensor, b: int, h: int) -> Tensor:  # (g or 1, n_q, n_k)
             t = t[b if len(t) > 1 else 0].expand(-1, n_q, n_k)
@@ -256,7 +257,7 @@ class MonteCarlo(Method):
             b, h = divmod(i, heads)
             blocks = weigh_rows(
                 mine, keys, of_head(visible, b, h), None if bias is None else of_head(bias, b, h),
-                None if call.influence is None else call.influence[b], call.scale, budget, d,
+                None if call.mask.influence is None else call.mask.influence[b], call.scale, budget, d,
             )  # fmt: skip
             used = used_levels([block.codes for block in blocks], n_k, d)
             if self._samples:
@@ -309,7 +310,7 @@ class MonteCarlo(Method):
     def _count(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Which keys count and r (B, H_kv, n_k), by a kernel; the log-sum-exp (B, H, n_q)."""
         batch, heads, n_k, d = q.shape[0], q.shape[1] // call.groups, k.shape[2], v.x.shape[-1]
-        largest, lse = received(q.detach(), k.detach(), call.keep, call.influence, call.scale)
+        largest, lse = received(q.detach(), k.detach(), call.mask.keep, call.mask.influence, call.scale)
         weight = largest.unflatten(1, (heads, -1)).amax(2)
         valid = _kept(call, batch, heads, n_k)
         return valid, self._budget(weight, valid.sum(-1), d), lse
@@ -357,7 +358,7 @@ class MonteCarlo(Method):
         counts = self._budget(received, valid.sum(-1), d)
         if bool((counts == d).all()):
             return v.project(heads), counts
-        call = Call(scale=1.0, is_causal=False, keep=None, influence=None, mask=None, draws=draws)
+        call = Call(scale=1.0, mask=Mask(), draws=draws)
         center = mean_token(v.x, valid) if self.estimator == "mean" else v.x.new_zeros(1, 1, 1, d)
         if native.ready(v.x) and d > 0:
             values = _ByKernel.apply(*v, self, valid, counts, call)
@@ -477,9 +478,9 @@ def _deviation(v: Projection, center: Tensor, counts: Tensor) -> Tensor:
 
 def _kept(call: Call, batch: int, heads: int, n_k: int) -> Tensor:
     """(B, H_kv, n_k): which keys are no padding."""
-    if call.keep is None:
+    if call.mask.keep is None:
         return torch.ones(1, 1, 1, dtype=torch.bool, device=call.draws.streams.device).expand(batch, heads, n_k)
-    return call.keep[:, None].expand(batch, heads, n_k)
+    return call.mask.keep[:, None].expand(batch, heads, n_k)
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, call: Call) -> Tensor:
@@ -502,12 +503,12 @@ def _received(weights: Tensor, heads: int, call: Call) -> tuple[Tensor, Tensor]:
     """Per key-value head: which keys some query may see, and M_j, the largest weight that a valid query gives to j."""
     batch, _, n_q, n_k = weights.shape
     weights = weights.unflatten(1, (heads, -1))  # (B, H_kv, groups, n_q, n_k)
-    visible = call.visible(n_q, n_k, weights.device)
+    visible = call.mask.visible(n_q, n_k, weights.device)
     valid = torch.ones(batch, heads, n_k, dtype=torch.bool, device=weights.device)
     if visible is not None:
         valid = visible.any(-2).expand(batch, heads * call.groups, n_k).unflatten(1, (heads, -1)).any(2)
-    counted = None if call.influence is None else call.influence[:, None].expand(batch, heads, n_q)
-    if counted is None and call.mask is not None and n_q == n_k:
+    counted = None if call.mask.influence is None else call.mask.influence[:, None].expand(batch, heads, n_q)
+    if counted is None and call.mask.pattern is not None and n_q == n_k:
         counted = valid  # padding that was written out as a full mask
     if counted is not None:
         weights = weights.masked_fill(~counted[:, :, None, :, None], 0.0)

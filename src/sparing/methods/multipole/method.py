@@ -118,7 +118,7 @@ class Multipole(Method):
         described = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
         n_q, rows = q.shape[2], max(_SCORES // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
         parts = [
-            self.rows(q, k, v, plan, described, call.scale, call.is_causal, slice(i, min(i + rows, n_q)))
+            self.rows(q, k, v, plan, described, call.scale, call.mask.causal, slice(i, min(i + rows, n_q)))
             for i in range(0, n_q, rows)
         ]
         out, lse, error, read, summaries = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
@@ -221,7 +221,7 @@ class Multipole(Method):
         """`reference` by kernels, without a gradient."""
         k, v = _valid_first(k, v, call)
         plan = self.plan(q, k, call, native_cluster)
-        before, after = self.sides(q.shape[2], k.shape[2], call.is_causal)
+        before, after = self.sides(q.shape[2], k.shape[2], call.mask.causal)
         described = [poles.described(k, v, level, call.scale) for level in plan.levels]
         if isinstance(call.past, MultipolePast):
             call.past.ready = list(zip(plan.levels, described, strict=True))
@@ -282,9 +282,9 @@ class _ByKernel(torch.autograd.Function):
 
 def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Keys and values in the order of their ranks."""
-    if call.keep is None:
+    if call.mask.keep is None:
         return k, v
-    order = place_of_rank(call.keep)[:, None, :, None]
+    order = place_of_rank(call.mask.keep)[:, None, :, None]
     return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
 
 

@@ -87,14 +87,14 @@ def plan(
     batch, _, n_q, _ = q.shape
     n_k = k.shape[2]
     everything = torch.ones(batch, n_k, dtype=torch.bool, device=k.device)
-    present = everything if call.keep is None else call.keep
+    present = everything if call.mask.keep is None else call.mask.keep
     count = present.sum(-1, keepdim=True)
     place = torch.arange(n_k, device=k.device)
-    tells = everything.new_ones(batch, n_q) if call.influence is None else call.influence
+    tells = everything.new_ones(batch, n_q) if call.mask.influence is None else call.mask.influence
     position = torch.arange(n_q, device=q.device).clamp_max(n_k - 1)
     seen = present.long().cumsum(-1)[:, position]
     own = seen - 1
-    if not call.is_causal:
+    if not call.mask.causal:
         rows, tells = sample(q, tells, _TEACHERS)
         known = sums(rows, tells, rows.shape[2]).moments
         usable = (place >= sinks) & (place < count - sinks)

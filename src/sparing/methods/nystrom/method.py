@@ -88,24 +88,24 @@ class Nystrom(Method):
         if self.solver == "exact":  # a pseudo-inverse in float64, which is LAPACK's work
             return None
         if min(q.shape[-2], k.shape[-2]) <= self.landmarks:
-            return self.residual(attend(q, k, v, call.keep, None, call.scale)[0], v, call)
-        q_means = native_segments.segment_means(q, call.influence, self.landmarks)
-        k_means = native_segments.segment_means(k, call.keep, self.landmarks)
+            return self.residual(attend(q, k, v, call.mask.keep, None, call.scale)[0], v, call)
+        q_means = native_segments.segment_means(q, call.mask.influence, self.landmarks)
+        k_means = native_segments.segment_means(k, call.mask.keep, self.landmarks)
         middle = (q_means @ k_means.mT * call.scale).softmax(-1)
-        last, _ = attend(q_means, k, v, call.keep, None, call.scale)
+        last, _ = attend(q_means, k, v, call.mask.keep, None, call.scale)
         inverse = native_inverse_iteration(middle, self.start(middle), self.iterations)
         out, _ = attend(q, k_means, inverse @ last, None, None, call.scale)
-        if call.keep is not None or call.influence is not None:
+        if call.mask.keep is not None or call.mask.influence is not None:
             items = self.short(q, k, call).expand(q.shape[0]).nonzero().squeeze(-1)
             if len(items):
-                keep = None if call.keep is None else call.keep[items]
+                keep = None if call.mask.keep is None else call.mask.keep[items]
                 out = out.index_copy(0, items, attend(q[items], k[items], v[items], keep, None, call.scale)[0])
         return self.residual(out, v, call)
 
     def short(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """(B or 1,) items with no more valid queries or keys than landmarks: exact attention costs no more there."""
-        _, queries = call.query_ranks(q.shape[-2], q.device)
-        _, keys = call.key_ranks(k.shape[-2], k.device)
+        _, queries = call.mask.query_ranks(q.shape[-2], q.device)
+        _, keys = call.mask.key_ranks(k.shape[-2], k.device)
         return (queries <= self.landmarks) | (keys <= self.landmarks)
 
     def approximate(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -113,8 +113,10 @@ class Nystrom(Method):
         dtype = v.dtype
         if self.solver == "exact":  # A is often nearly singular, and its inverse amplifies the rounding of F, A and G
             q, k, v = q.double(), k.double(), v.double()
-        q_means = segment_means(q, *call.query_ranks(q.shape[-2], q.device), call.influence, self.landmarks)
-        k_means = segment_means(k, *call.key_ranks(k.shape[-2], k.device), call.keep, self.landmarks)  # (B, H, m, d)
+        q_means = segment_means(q, *call.mask.query_ranks(q.shape[-2], q.device), call.mask.influence, self.landmarks)
+        k_means = segment_means(
+            k, *call.mask.key_ranks(k.shape[-2], k.device), call.mask.keep, self.landmarks
+        )  # (B, H, m, d)
         first = (q @ k_means.mT * call.scale).softmax(-1)  # F (B, H, n_q, m)
         middle = (q_means @ k_means.mT * call.scale).softmax(-1)  # A (B, H, m, m)
         last = softmax_attention(q_means, k, v, call)  # G V (B, H, m, e)

@@ -26,8 +26,8 @@ def draw_landmarks(sampling: str, count: int, n_q: int, n_k: int, call: Call, de
         with replacement; a side with too few rows leaves the rest to the other. "iid" draws from all rows with
         replacement. "all" takes every row.
     """
-    for_q = torch.ones(1, n_q, dtype=torch.bool, device=device) if call.influence is None else call.influence
-    for_k = torch.ones(1, n_k, dtype=torch.bool, device=device) if call.keep is None else call.keep
+    for_q = torch.ones(1, n_q, dtype=torch.bool, device=device) if call.mask.influence is None else call.mask.influence
+    for_k = torch.ones(1, n_k, dtype=torch.bool, device=device) if call.mask.keep is None else call.mask.keep
     items = max(for_q.shape[0], for_k.shape[0])
     valid = torch.cat([for_q.expand(items, -1), for_k.expand(items, -1)], dim=-1)
     queries, keys = (t.expand(items, -1).sum(-1).view(-1, 1, 1) for t in (for_q, for_k))  # (B or 1, 1, 1)

@@ -126,7 +126,7 @@ class Skyformer(Method):
         points = landmark_rows(q, k, chosen)
         values = rescaled(v, k, call) if self.kernel == "softmax" else v
         factor = -call.scale / 2
-        sums, _, _ = feature_sums(k, points, values, call.keep, Map.GAUSSIAN, factor)
+        sums, _, _ = feature_sums(k, points, values, call.mask.keep, Map.GAUSSIAN, factor)
         middle = self.middle(math.sqrt(call.scale) * points.double(), chosen)
         table = self.solve(middle, sums.double() * chosen.used.unsqueeze(-1)).to(work)
         if self.kernel == "softmax":
@@ -153,8 +153,8 @@ class Skyformer(Method):
         columns = gaussian(rows, points)
         if not bool(used.all()):
             columns = columns * used
-        if call.keep is not None:
-            seen = torch.cat([call.keep.new_ones(call.keep.shape[0], n_q), call.keep], dim=-1)
+        if call.mask.keep is not None:
+            seen = torch.cat([call.mask.keep.new_ones(call.mask.keep.shape[0], n_q), call.mask.keep], dim=-1)
             columns = columns * seen[:, None, :, None]
         middle = self.middle(points.double(), chosen)
         if call.noted:
@@ -241,8 +241,8 @@ def gaussian(x: Tensor, y: Tensor) -> Tensor:
 def key_weights(k: Tensor, call: Call) -> Tensor:
     """exp(s |k|^2 / 2) divided by the largest (B, H, n_k, 1); zero for padded keys. The queries' factor cancels."""
     logs = call.scale / 2 * k.square().sum(-1, keepdim=True)
-    if call.keep is not None:
-        logs = logs.masked_fill(~call.keep[:, None, :, None], -torch.inf)
+    if call.mask.keep is not None:
+        logs = logs.masked_fill(~call.mask.keep[:, None, :, None], -torch.inf)
     return (logs - dense.finite_or_zero(logs.detach().amax(-2, keepdim=True))).exp()
 
 

@@ -56,15 +56,15 @@ class Window(Method):
 
     def sides(self, call: Call) -> tuple[int, int]:
         """Keys to the left and to the right of the query."""
-        return (self.size, 0) if call.is_causal else (self.size // 2, self.size // 2)
+        return (self.size, 0) if call.mask.causal else (self.size // 2, self.size // 2)
 
     def reach(self, n_q: int, n_k: int, device: torch.device, call: Call) -> Tensor:
         """S_i as a boolean matrix, without padding and causality: (B or 1, 1, n, n)."""
         left, right = self.sides(call)
         position = torch.arange(n_k, device=device)
         apart = position - position[:, None]  # j - i
-        ranks, _ = call.key_ranks(n_k, device)  # (B or 1, n)
-        valid = torch.ones_like(ranks, dtype=torch.bool) if call.keep is None else call.keep
+        ranks, _ = call.mask.key_ranks(n_k, device)  # (B or 1, n)
+        valid = torch.ones_like(ranks, dtype=torch.bool) if call.mask.keep is None else call.mask.keep
         shared = valid & (ranks < max(self.sinks, self.global_tokens))
         everything = valid & (ranks < self.global_tokens)
         near = (apart >= -left) & (apart <= right)
@@ -79,7 +79,7 @@ class Window(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         n = q.shape[-2]
         left, right = self.sides(call)
-        if left >= n - 1 and (call.is_causal or right >= n - 1):  # the window holds every pair
+        if left >= n - 1 and (call.mask.causal or right >= n - 1):  # the window holds every pair
             return self.reference(q, k, v, call) if call.noted else method("exact").fast(q, k, v, call)
         left, right = min(left, n - 1), min(right, n - 1)
         near = _band(q, k, v, call, left, right)
@@ -99,7 +99,7 @@ class Window(Method):
         if count := min(max(self.sinks, self.global_tokens), n):
             position, exists = _first_tokens(call, count, q.device)
             shared = position.masked_fill(~exists, -1).expand(q.shape[0], -1)
-        out, lse = window(q, k, v, call.keep, shared, left, right, call.is_causal, call.scale)
+        out, lse = window(q, k, v, call.mask.keep, shared, left, right, call.mask.causal, call.scale)
         if self.global_tokens:
             out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
         call.note(lse=lse)
@@ -179,7 +179,7 @@ def _band(q: Tensor, k: Tensor, v: Tensor, call: Call, left: int, right: int) ->
     queries = laid(q, 0, 0).unflatten(0, (-1, block))  # (B H count, block, d)
     offset = torch.arange(width, device=q.device) - torch.arange(block, device=q.device)[:, None]
     outside = (offset < 0) | (offset > left + right)  # (block, width)
-    valid = torch.ones(1, n, dtype=torch.bool, device=q.device) if call.keep is None else call.keep
+    valid = torch.ones(1, n, dtype=torch.bool, device=q.device) if call.mask.keep is None else call.mask.keep
     valid = pad(valid, (left, right + spare)).unfold(-1, width, block)  # (B or 1, count, width)
     hidden = ~valid[:, None].expand(batch, heads, -1, -1).flatten(0, 2)[:, None]  # (B H count, 1, width)
     at_once = max(_SCORES // (block * width), 1)
@@ -194,9 +194,9 @@ def _band(q: Tensor, k: Tensor, v: Tensor, call: Call, left: int, right: int) ->
 def _first_tokens(call: Call, how_many: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B or 1, how_many) positions of the first valid tokens, and which of these exist."""
     wanted = torch.arange(how_many, device=device)
-    if call.keep is None:
+    if call.mask.keep is None:
         return wanted[None], torch.ones(1, how_many, dtype=torch.bool, device=device)
-    return place_of_rank(call.keep)[:, :how_many], wanted < call.keep.sum(-1, keepdim=True)
+    return place_of_rank(call.mask.keep)[:, :how_many], wanted < call.mask.keep.sum(-1, keepdim=True)
 
 
 def _pick(x: Tensor, position: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def _first_keys(q: Tensor, k: Tensor, v: Tensor, call: Call, shared: int, left: 
     position, exists = _first_tokens(call, shared, q.device)  # (B or 1, shared)
     apart = position[:, None, :] - torch.arange(n, device=q.device)[:, None]  # (B or 1, n, shared)
     allowed = exists[:, None, :] & ((apart < -left) | (apart > right))
-    if call.is_causal:
+    if call.mask.causal:
         allowed = allowed & (apart <= 0)
     scores = q @ _pick(k, position).mT * call.scale
     return blocks.part(scores.masked_fill(~allowed[:, None], -torch.inf), _pick(v, position))
@@ -223,14 +223,14 @@ def _replace_global_rows(
     n = q.shape[-2]
     position, _ = _first_tokens(call, rows, q.device)
     scores = _pick(q, position) @ k.mT * call.scale  # (B, H, rows, n)
-    if call.keep is not None:
-        scores = scores.masked_fill(~call.keep[:, None, None, :], -torch.inf)
-    if call.is_causal:
+    if call.mask.keep is not None:
+        scores = scores.masked_fill(~call.mask.keep[:, None, None, :], -torch.inf)
+    if call.mask.causal:
         future = torch.arange(n, device=q.device) > position[..., None]
         scores = scores.masked_fill(future[:, None], -torch.inf)
     full, full_lse = blocks.part(scores, v).finish()
-    ranks, _ = call.key_ranks(n, q.device)
-    own = (ranks < rows) if call.keep is None else (ranks < rows) & call.keep
+    ranks, _ = call.mask.key_ranks(n, q.device)
+    own = (ranks < rows) if call.mask.keep is None else (ranks < rows) & call.mask.keep
     row = ranks.clamp_max(rows - 1)  # (B or 1, n): which of the full rows a token would take
     full_lse = full_lse.gather(2, row[:, None].expand(*lse.shape))
     return torch.where(own[:, None, :, None], _pick(full, row), out), torch.where(own[:, None], full_lse, lse)

@@ -54,7 +54,7 @@ class _CollisionSums(torch.autograd.Function):
         queries, keys = _tokens(q, None), _tokens(k, valid, point=v)
         out = v.new_zeros(q.shape[:-1].numel(), v.shape[-1])
         for query_buckets, key_buckets in _buckets(q, k, valid, sampler):
-            if call.is_causal:
+            if call.mask.causal:
                 out += bucket_sums(queries, keys, (query_buckets, key_buckets), "past")
             else:
                 out += table_sums(query_buckets, key_buckets, keys.point)  # eqs. 7, 8
@@ -71,14 +71,14 @@ class _CollisionSums(torch.autograd.Function):
         plain_queries, plain_keys = _tokens(q, None, point=grad), _tokens(k, valid)
         sum_q, sum_k, sum_v = (torch.zeros_like(x) for x in (queries.point, keys.point, keys.left))
         for at_q, at_k in _buckets(q, k, valid, sampler):
-            if to_v and call.is_causal:  # B^T G with the codes of the forward pass (eq. 10)
+            if to_v and call.mask.causal:  # B^T G with the codes of the forward pass (eq. 10)
                 sum_v += bucket_sums(plain_keys, plain_queries, (at_k, at_q), "future")
             elif to_v:
                 sum_v += table_sums(at_k, at_q, plain_queries.point)
             if to_q:  # eq. 22
-                sum_q += bucket_sums(queries, keys, (at_q, at_k), "past" if call.is_causal else "all", slope)
+                sum_q += bucket_sums(queries, keys, (at_q, at_k), "past" if call.mask.causal else "all", slope)
             if to_k:
-                sum_k += bucket_sums(keys, queries, (at_k, at_q), "future" if call.is_causal else "all", slope)
+                sum_k += bucket_sums(keys, queries, (at_k, at_q), "future" if call.mask.causal else "all", slope)
         factor = sampler.bits.to(q.dtype).view(-1, 1, 1, 1) / sampler.hashes * (0.5 if slope is None else 1.0)
         grad_k, grad_v = (x.new_zeros(x.shape) for x in (k, v))
         grad_k.flatten(0, 2).index_copy_(0, valid, sum_k)
@@ -108,6 +108,6 @@ def _tokens(like: Tensor, valid: Tensor | None, left: Tensor | None = None, poin
 
 def _valid(k: Tensor, call: Call) -> Tensor:
     """The keys that are not padded, as rows of the flattened keys."""
-    if call.keep is None:
+    if call.mask.keep is None:
         return torch.arange(k.shape[:-1].numel(), device=k.device)
-    return call.keep[:, None].expand(k.shape[:-1]).flatten().nonzero().squeeze(-1)
+    return call.mask.keep[:, None].expand(k.shape[:-1]).flatten().nonzero().squeeze(-1)

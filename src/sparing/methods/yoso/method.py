@@ -104,7 +104,7 @@ class Yoso(Method):
                 for i, j in zip(query_codes.unbind(-1), key_codes.unbind(-1), strict=True):
                     weights += i.unsqueeze(-1) == j.unsqueeze(-2)
             weights /= self.hashes  # B (eq. 5)
-        visible = call.visible(q.shape[-2], k.shape[-2], q.device)
+        visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         weights = weights if visible is None else weights * visible
         slope = steepness(x.detach()) if self.gradient == "exact" else 0.5
         weights = _Weights.apply(x, weights, weights * slope * bits.view(-1, 1, 1, 1))
@@ -135,12 +135,12 @@ class Yoso(Method):
             call.note(query_codes=kernels.codes(q, *sampling), key_codes=kernels.codes(k, *sampling))
         exact = self.gradient == "exact"
         unit = dense.smallest(q.dtype) if self.normalize == "l2" else None
-        sums = kernels.collision_sums(q, k, self._values(v), call.keep, *sampling, call.is_causal, exact, unit)
+        sums = kernels.collision_sums(q, k, self._values(v), call.mask.keep, *sampling, call.mask.causal, exact, unit)
         return self._normalized(sums, v, call, by=lambda rows, _: rows)  # divided already
 
     def _bits(self, k: Tensor, call: Call) -> Tensor:
         """(B or 1,) bits of each item's codes."""
-        _, count = call.key_ranks(k.shape[-2], k.device)
+        _, count = call.mask.key_ranks(k.shape[-2], k.device)
         powers = 2 ** torch.arange(_MOST_BITS, device=k.device)
         bits = (count.unsqueeze(-1) > powers).sum(-1).clamp_min(1)  # log2, rounded up, at most 16
         bits = bits if self.bits is None else torch.full_like(bits, self.bits)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparing.contract import Method
-from sparing.functional import Impl
+from sparing.contract import Impl, Method
 from sparing.workbench.benchmark.workload import Inputs, learned_state, method_work
 
 _OUTPUT, _GRADIENT, _FLOOR = 2.0, 3.0, 1e-5
