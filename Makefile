@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # The kernels, next to the Python that loads them; left out where there is no compiler.
 KERNELS := .venv/.kernels
-CSRC := $(wildcard src/sparing/native/csrc/*)
+CSRC := $(shell find src/sparing/native/csrc -name '*.h' -o -name '*.cpp')
 
 .PHONY: compare test test-all test-oldest sanitize fuzz faults bench lint clean
 

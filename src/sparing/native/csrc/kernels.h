@@ -2,17 +2,17 @@
 // plainest instruction set and for the widest.
 #pragma once
 
-#include "attend_call.h"
-#include "features_call.h"
-#include "inverse_call.h"
-#include "lsh_call.h"
-#include "multipole_call.h"
-#include "projection_call.h"
-#include "segments_call.h"
-#include "signs_call.h"
-#include "top_keys_call.h"
-#include "window_call.h"
-#include "yoso_call.h"
+#include "attend/call.h"
+#include "features/call.h"
+#include "linformer/call.h"
+#include "lsh/call.h"
+#include "monte_carlo/call.h"
+#include "multipole/call.h"
+#include "nystrom/call.h"
+#include "segments/call.h"
+#include "top_keys/call.h"
+#include "window/call.h"
+#include "yoso/call.h"
 
 namespace sparing {
 
