@@ -72,10 +72,9 @@ void attend_forward(const Attend<T>& call, int64_t begin, int64_t end, T* scratc
     transpose<T>(queries, count, call.depth, call.scale, block.queries);
     block.use(count);
     start(block);
-    attend_visit(call, item, head,
-                 [&](const int64_t*, const T* const* keys, const T* const* values, int64_t found) {
-                   absorb(block, keys, values, found, SeesAll{});
-                 });
+    attend_visit(call, item, head, [&](const int64_t*, const T* const* keys, const T* const* values, int64_t found) {
+      absorb(block, keys, values, found, SeesAll{});
+    });
     const int64_t row = unit * call.queries + first;
     finish(block, count, out, call.lse + row, call.norm.from(row));
   }
@@ -103,8 +102,8 @@ void attend_backward(const Attend<T>& call, int64_t begin, int64_t end, T* scrat
       }
       transpose<T>(queries, count, call.depth, call.scale, block.queries);
       block.use(count);
-      start_backward(block, queries, grads, out, call.norm.from(unit * m + first),
-                     call.lse_grad + unit * m + first, count);
+      start_backward(block, queries, grads, out, call.norm.from(unit * m + first), call.lse_grad + unit * m + first,
+                     count);
       attend_visit(call, item, head,
                    [&](const int64_t* places, const T* const* keys, const T* const* values, int64_t found) {
                      T *to_key[kKeys], *to_value[kKeys];

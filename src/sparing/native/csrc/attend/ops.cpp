@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.grad = tokens<T>("grad", grad, b, h, m, call.width);
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, m});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, m, call.width}));  // only read
-    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, m})),  // only read
+    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, m})),            // only read
                  const_cast<T*>(packed<T>("total", total, {b, h, m}))};
     Tensor grad_q = fresh({b, h, m, call.depth}, type_of<T>());
     Tensor grad_k = fresh({b, h, call.keys, call.depth}, type_of<T>());

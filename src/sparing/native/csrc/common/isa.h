@@ -1,6 +1,6 @@
 // The instruction set that kernels are compiled for. Each is compiled once, in a namespace of its own: avx2.cpp and
-// avx512.cpp define SPARING_FOR_AVX2 or SPARING_FOR_AVX512 and switch the compiler to it; portable.cpp, and an editor that
-// opens a header alone, define neither.
+// avx512.cpp define SPARING_FOR_AVX2 or SPARING_FOR_AVX512 and switch the compiler to it; portable.cpp, and an editor
+// that opens a header alone, define neither.
 #pragma once
 
 #include <cstdint>

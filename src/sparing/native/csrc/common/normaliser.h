@@ -12,9 +12,7 @@ struct Normaliser {
   T* top;    // largest score, -inf where a query sees nothing
   T* total;  // sum of exp(score - top), 0 where a query sees nothing
 
-  __attribute__((always_inline)) Normaliser from(int64_t query) const {
-    return {top + query, total + query};
-  }
+  __attribute__((always_inline)) Normaliser from(int64_t query) const { return {top + query, total + query}; }
 };
 
 }  // namespace sparing

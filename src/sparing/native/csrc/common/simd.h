@@ -71,11 +71,9 @@ SPARING_INLINE T sum(Vec<T> x) {
 // Two whole numbers of 16 bits stand in each lane: a0 b0 + a1 b1
 SPARING_INLINE Vec<int32_t> pair_products(Vec<int32_t> a, Vec<int32_t> b) {
 #if defined(SPARING_AVX512)
-  return reinterpret_cast<Vec<int32_t>>(
-      _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+  return reinterpret_cast<Vec<int32_t>>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 #elif defined(SPARING_AVX2)
-  return reinterpret_cast<Vec<int32_t>>(
-      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+  return reinterpret_cast<Vec<int32_t>>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #elif defined(SPARING_SSE2)
   return reinterpret_cast<Vec<int32_t>>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
 #else

@@ -169,9 +169,8 @@ void finish(Block<T>& block, int64_t count, T* const* out, T* lse, const Normali
 
 // Prepares a backward pass: lanes beyond `count` get weight zero everywhere.
 template <class T>
-void start_backward(
-    Block<T>& block, const T* const* queries, const T* const* grads, const T* const* out, const Normaliser<T>& norm,
-    const T* lse_grads, int64_t count) {
+void start_backward(Block<T>& block, const T* const* queries, const T* const* grads, const T* const* out,
+                    const Normaliser<T>& norm, const T* lse_grads, int64_t count) {
   const auto rows = [&](const T* const* from, int64_t width, T* to) {
     const int64_t stride = padded<T>(width);
     for (int64_t i = 0; i < kRows * stride; ++i) to[i] = T(0);
@@ -182,8 +181,8 @@ void start_backward(
   rows(grads, block.width, block.grad_rows);
   transpose<T>(grads, count, block.width, T(1), block.grads);
   clear(block.query_grads, 2 * block.depth * kRows);
-  // The same products as those of the slopes, of which the diagonal counts: where one key has all the weight, output and
-  // value are the same numbers, and the slope is exactly zero, as it should be.
+  // The same products as those of the slopes, of which the diagonal counts: where one key has all the weight, output
+  // and value are the same numbers, and the slope is exactly zero, as it should be.
   static_assert(kStrip<T> <= kKeys && kRows % kStrip<T> == 0);
   for (int64_t strip = 0; strip < count; strip += kStrip<T>) {
     const int64_t some = count - strip < kStrip<T> ? count - strip : kStrip<T>;
@@ -199,9 +198,9 @@ void start_backward(
   }
 }
 
-// Adds what `count` keys get and give: d value = weight * grad, d score = weight * (grad . value - delta), and from that
-// the gradients of query and key (without the scale). The rows of the gradients are padded; `rest` says where the rests
-// of those of keys and values stand.
+// Adds what `count` keys get and give: d value = weight * grad, d score = weight * (grad . value - delta), and from
+// that the gradients of query and key (without the scale). The rows of the gradients are padded; `rest` says where the
+// rests of those of keys and values stand.
 template <class T, class Mask>
 void absorb_backward(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask,
                      T* const* key_grads, T* const* value_grads, int64_t rest) {

@@ -111,14 +111,13 @@ void dots_narrow(const T* const* rows, int64_t count, int64_t depth, const T* co
   int64_t r = 0;
   for (; r + kStrip<T> - lanes<T> < used; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
   if (r < used)
-    in_tiles<kWide * kDeep>(count, [&]<int M>(int64_t c) {
-      dot_tile<T, M, 1>(rows + c, depth, columns + r, scores + c * kRows + r);
-    });
+    in_tiles<kWide * kDeep>(
+        count, [&]<int M>(int64_t c) { dot_tile<T, M, 1>(rows + c, depth, columns + r, scores + c * kRows + r); });
 }
 
 template <class T>
-void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums,
-                   int64_t used = kRows, int64_t rest = 0) {
+void weighted_sums(const T* const* rows, int64_t count, int64_t width, const T* weights, T* sums, int64_t used = kRows,
+                   int64_t rest = 0) {
   for (int64_t r = 0; r < used; r += kStrip<T>) weighted_sums_strip<T>(rows, count, width, weights + r, sums + r, rest);
 }
 

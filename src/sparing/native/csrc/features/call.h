@@ -47,16 +47,16 @@ struct FeatureMix {
   T *out, *total;  // contiguous
 };
 
-// Gradients of FeatureSums (`mixing` false) or FeatureMix. Both pair a row of numbers for each token, `left`, with one for
-// each feature, `right`: the values with the gradient of the sums, or the gradient of the output with the table.
+// Gradients of FeatureSums (`mixing` false) or FeatureMix. Both pair a row of numbers for each token, `left`, with one
+// for each feature, `right`: the values with the gradient of the sums, or the gradient of the output with the table.
 template <class T>
 struct FeatureGrads {
   Featured<T> from;
   bool mixing;
   Tokens<const T> left, right;
-  const T* mass;        // [items][heads][features] gradient of the mass, or the mass; null: there is none
-  const uint8_t* keep;  // of FeatureSums
-  const T* level;       // of FeatureSums
+  const T* mass;         // [items][heads][features] gradient of the mass, or the mass; null: there is none
+  const uint8_t* keep;   // of FeatureSums
+  const T* level;        // of FeatureSums
   const T *out, *total;  // of FeatureMix
   int64_t width, chunk, chunks;
   T *grad_x, *grad_left;                    // contiguous; grad_left only if not mixing
@@ -64,8 +64,8 @@ struct FeatureGrads {
   T *grad_right, *grad_mass, *grad_points;  // the first two only if mixing, the last only for gaussian; may be null
 };
 
-// out[i] = sum_{j <= i} w_ij values[j], w_ij = sum_f phi_f(q_i) phi_f(k_j), divided by their sum (`divide`) or, where the
-// map has a log, by exp(largest log of a key that row i sees). Query and key i stand at the same position.
+// out[i] = sum_{j <= i} w_ij values[j], w_ij = sum_f phi_f(q_i) phi_f(k_j), divided by their sum (`divide`) or, where
+// the map has a log, by exp(largest log of a key that row i sees). Query and key i stand at the same position.
 template <class T>
 struct FeatureCausal {
   Featured<T> q, k;  // with the same points
@@ -83,8 +83,8 @@ template <class T>
 struct FeatureKernels {
   int64_t (*padded_width)(int64_t);
   int64_t (*sums_scratch)(const FeatureSums<T>&);
-  void (*sums)(const FeatureSums<T>&, int64_t begin, int64_t end, T* scratch);   // a task is a chunk of a head
-  void (*merge)(const FeatureSums<T>&, int64_t begin, int64_t end);              // a task is a head
+  void (*sums)(const FeatureSums<T>&, int64_t begin, int64_t end, T* scratch);  // a task is a chunk of a head
+  void (*merge)(const FeatureSums<T>&, int64_t begin, int64_t end);             // a task is a head
   int64_t (*mix_scratch)(const FeatureMix<T>&);
   int64_t (*mix_tasks)(const FeatureMix<T>&);
   void (*mix)(const FeatureMix<T>&, int64_t begin, int64_t end, T* scratch);

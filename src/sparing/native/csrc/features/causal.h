@@ -1,6 +1,6 @@
 // Causal attention through features: blocks of queries meet their own keys pair by pair, all earlier keys through a
-// running state. Row i is divided by exp(level_i), level_i the largest log of a key that it sees, so that nothing in row i
-// depends on a later key.
+// running state. Row i is divided by exp(level_i), level_i the largest log of a key that it sees, so that nothing in
+// row i depends on a later key.
 #pragma once
 
 #include "common/simd.h"

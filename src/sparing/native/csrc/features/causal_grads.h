@@ -1,5 +1,5 @@
-// Gradients of causal attention through features: queries in one pass from the first block to the last, with the state of
-// the forward pass; keys and values in one from the last to the first, with a state of what later rows ask for.
+// Gradients of causal attention through features: queries in one pass from the first block to the last, with the state
+// of the forward pass; keys and values in one from the last to the first, with a state of what later rows ask for.
 #pragma once
 
 #include "common/simd.h"
@@ -69,7 +69,8 @@ void load_grads(const FeatureCausal<T>& call, int64_t unit, const CausalBlock<T>
   pad_rows<T>(rows, block.queries, kRows, call.width, scale, grads.grad_rows);
 }
 
-// From the derivatives with respect to phi to those with respect to the tokens. slopes_of(f, some, slopes) finds the first.
+// From the derivatives with respect to phi to those with respect to the tokens. slopes_of(f, some, slopes) finds the
+// first.
 template <class T, class Slopes>
 SPARING_INLINE void pass_to_tokens(const Featured<T>& from, int64_t item, int64_t head, const FeatureBlock<T>& features,
                                    bool square, CausalGrads<T>& grads, const Slopes& slopes_of) {
@@ -153,8 +154,8 @@ void query_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& blo
   }
 }
 
-// Here the keys stand in the lanes. The state holds sum_i phi_f(q_i) gradient_i exp(state.level - level_i) over the rows
-// of later blocks, where state.level, that of the first of them, is the lowest.
+// Here the keys stand in the lanes. The state holds sum_i phi_f(q_i) gradient_i exp(state.level - level_i) over the
+// rows of later blocks, where state.level, that of the first of them, is the lowest.
 template <class T>
 void key_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& block, CausalGrads<T>& grads) {
   const int64_t item = unit / call.q.heads, head = unit % call.q.heads, wide = padded<T>(call.width);

@@ -121,8 +121,7 @@ void weigh_lanes(const FeatureGrads<T>& call, int64_t unit, const int64_t* place
   for (int r = 0; r < kRows; ++r) block.share[r] = block.scale[r] = block.unit[r] = T(1);
   if (!call.mixing) {
     const T level = call.level[unit];
-    for (int r = 0; r < kRows; r += lanes<T>)
-      store<T>(block.share + r, exponential(load<T>(features.log + r) - level));
+    for (int r = 0; r < kRows; r += lanes<T>) store<T>(block.share + r, exponential(load<T>(features.log + r) - level));
   } else if (call.mass) {
     for (int64_t r = 0; r < count; ++r) {
       const int64_t at = unit * call.from.tokens + places[r];

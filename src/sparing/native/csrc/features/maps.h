@@ -65,9 +65,8 @@ SPARING_INLINE void distance_tile(const T* const* rows, int64_t depth, const T* 
 template <class T>
 void distances(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* out) {
   for (int64_t r = 0; r < kRows; r += kWide * lanes<T>)
-    in_tiles<kDeep>(count, [&]<int M>(int64_t c) {
-      distance_tile<T, M>(rows + c, depth, columns + r, out + c * kRows + r);
-    });
+    in_tiles<kDeep>(count,
+                    [&]<int M>(int64_t c) { distance_tile<T, M>(rows + c, depth, columns + r, out + c * kRows + r); });
 }
 
 template <class T>
@@ -77,7 +76,8 @@ void gaussian_features(const Featured<T>& from, int64_t item, int64_t head, Feat
     for (int64_t c = 0; c < count; ++c) points[c] = from.points.at(item, head, f + c);
     T* phi = block.phi + f * kRows;
     distances<T>(points, count, from.depth, block.columns, phi);
-    for (int64_t i = 0; i < count * kRows; i += lanes<T>) store<T>(phi + i, exponential(load<T>(phi + i) * from.factor));
+    for (int64_t i = 0; i < count * kRows; i += lanes<T>)
+      store<T>(phi + i, exponential(load<T>(phi + i) * from.factor));
   });
   for (int r = 0; r < kRows; ++r) block.log[r] = T(0);
 }
@@ -92,8 +92,7 @@ void exponential_features(const Featured<T>& from, int64_t item, int64_t head, F
     T* phi = block.phi + f * kRows;
     dots<T>(points, count, from.depth, block.columns, phi);
     for (int64_t c = 0; c < count; ++c)
-      for (int i = 0; i < kRows / lanes<T>; ++i)
-        top[i] = larger<T>(top[i], load<T>(phi + c * kRows + i * lanes<T>));
+      for (int i = 0; i < kRows / lanes<T>; ++i) top[i] = larger<T>(top[i], load<T>(phi + c * kRows + i * lanes<T>));
   });
   for (int i = 0; i < kRows / lanes<T>; ++i) {
     const int r = i * lanes<T>;

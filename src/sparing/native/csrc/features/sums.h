@@ -14,10 +14,10 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct FeatureState {
   int64_t features, width;
-  T* sums;   // [features][padded width]
-  T* mass;   // [features][lanes], one number for each lane of the blocks, then their rests
-  T* rows;   // [kRows][padded width] weighted values of a block
-  T* share;  // [kRows] factor of each lane
+  T* sums;       // [features][padded width]
+  T* mass;       // [features][lanes], one number for each lane of the blocks, then their rests
+  T* rows;       // [kRows][padded width] weighted values of a block
+  T* share;      // [kRows] factor of each lane
   int64_t rest;  // where the rests of the sums stand: after them, or nowhere where few blocks are summed
   T level;
 
@@ -39,8 +39,14 @@ struct FeatureState {
 template <class T>
 FeatureState<T> feature_state(Supply<T>& supply, int64_t features, int64_t width, T* sums) {
   const int64_t wide = padded<T>(width), rest = sums ? 0 : features * wide;
-  return {features, width, sums ? sums : supply.take(2 * rest), supply.take(2 * features * lanes<T>),
-          supply.take(kRows * wide), supply.take(kRows), rest, kNever<T>};
+  return {features,
+          width,
+          sums ? sums : supply.take(2 * rest),
+          supply.take(2 * features * lanes<T>),
+          supply.take(kRows * wide),
+          supply.take(kRows),
+          rest,
+          kNever<T>};
 }
 
 template <class T>

@@ -12,9 +12,9 @@
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int64_t kWord = 32;         // rows whose signs fill a word
-inline constexpr int64_t kSlots = 256;       // slots of a forward task
-inline constexpr int64_t kTokens = 256;      // tokens of a backward task
+inline constexpr int64_t kWord = 32;     // rows whose signs fill a word
+inline constexpr int64_t kSlots = 256;   // slots of a forward task
+inline constexpr int64_t kTokens = 256;  // tokens of a backward task
 inline constexpr int64_t kMaxWords = kSlots / kWord;
 inline constexpr int64_t kFolded = 16 * kWord;  // tokens whose sums are added up plainly
 template <class T>
@@ -74,9 +74,7 @@ void add_signed(const T* const* rows, int64_t width, const uint32_t* words, int6
   constexpr int kTogether = SPARING_BYTES >= 64 ? 4 : SPARING_BYTES >= 32 ? 2 : 1;  // fills the registers
   for (int64_t e = 0; e < stride; e += kColumns<T>) {
     tabulate(rows, e, width, sums);
-    in_tiles<kTogether>(count, [&]<int M>(int64_t i) {
-      look_up<T, M>(sums, words + i, out + i * stride + e, stride);
-    });
+    in_tiles<kTogether>(count, [&]<int M>(int64_t i) { look_up<T, M>(sums, words + i, out + i * stride + e, stride); });
   }
 }
 

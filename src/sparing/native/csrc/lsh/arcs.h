@@ -9,10 +9,10 @@ enum class Rule { bucket, causal, rank };
 
 // One head in one round.
 struct BucketsOfHead {
-  const int32_t *in_q, *in_k;         // [queries], [keys]
-  const uint8_t *keep, *influence;    // [keys], [queries]; null: all
-  int64_t queries, keys, count;       // valid keys
-  int64_t buckets;                    // above every bucket
+  const int32_t *in_q, *in_k;       // [queries], [keys]
+  const uint8_t *keep, *influence;  // [keys], [queries]; null: all
+  int64_t queries, keys, count;     // valid keys
+  int64_t buckets;                  // above every bucket
   int64_t chunk;
 };
 

@@ -22,15 +22,15 @@ struct LshWindow {
 // A strip of queries in one round.
 template <class T>
 struct LshStrip {
-  int64_t count;           // queries
-  int64_t low, high;       // places that some query sees
-  const int32_t* query;    // [count]
+  int64_t count;                                                // queries
+  int64_t low, high;                                            // places that some query sees
+  const int32_t* query;                                         // [count]
   int32_t first[kStrip<T> / kMixed], last[kStrip<T> / kMixed];  // the keys that some of kMixed neighbours see
-  Int<T>*from, *length;    // [rounds][kStrip] arcs of the queries in this round and in earlier ones
-  T *queries, *scores;     // [depth][kStrip], [span][kStrip]
-  T top[kStrip<T>];        // the largest score
-  T* sums;                 // [kStrip][padded width], then their rests, forward only
-  T *grads, *slopes;       // [width][kStrip], [span][kStrip], backward only
+  Int<T>*from, *length;                     // [rounds][kStrip] arcs of the queries in this round and in earlier ones
+  T *queries, *scores;                      // [depth][kStrip], [span][kStrip]
+  T top[kStrip<T>];                         // the largest score
+  T* sums;                                  // [kStrip][padded width], then their rests, forward only
+  T *grads, *slopes;                        // [width][kStrip], [span][kStrip], backward only
   T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], the last with rests, backward only
 };
 

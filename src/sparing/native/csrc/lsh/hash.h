@@ -244,8 +244,8 @@ void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scra
     for (int64_t i = 0; rows && i < words * kHashBlock; ++i) columns[i] = 0;
     for (int64_t i = 0; rows && i < count; ++i) {
       tokens[i] = call.x.at(item, head, start + i);
-      known[i] = round_token(tokens[i], call.depth, kLargestSum / part,
-                             columns + i / kHashed * words * kHashed + i % kHashed);
+      known[i] =
+          round_token(tokens[i], call.depth, kLargestSum / part, columns + i / kHashed * words * kHashed + i % kHashed);
     }
     for (int64_t round = 0; round < call.rounds; ++round) {
       int32_t* out = call.out + (round * call.items * call.heads + unit) * call.tokens + start;

@@ -216,8 +216,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, T
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out,
                                             Tensor top, Tensor total, Tensor in_q, Tensor in_k, Optional keep,
-                                            Optional influence, int64_t chunk, int64_t rule, bool once,
-                                            double scale) {
+                                            Optional influence, int64_t chunk, int64_t rule, bool once, double scale) {
   return with_type("q", q, [&]<class T>() {
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
@@ -226,7 +225,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.grad = tokens<T>("grad", grad, b, h, n_q, call.width);
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n_q});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n_q, call.width}));  // only read
-    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n_q})),  // only read
+    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n_q})),            // only read
                  const_cast<T*>(packed<T>("total", total, {b, h, n_q}))};
     Tensor grad_q = fresh({b, h, n_q, call.depth}, type_of<T>());
     Tensor grad_k = fresh({b, h, n_k, call.depth}, type_of<T>());

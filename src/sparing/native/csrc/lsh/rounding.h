@@ -37,11 +37,9 @@ SPARING_INLINE Vec<uint16_t> byte_products(Vec<int32_t> a, Vec<int32_t> b) {
 // The sum of the two halves of each lane.
 SPARING_INLINE Vec<int32_t> halves_added(Vec<uint16_t> halves) {
 #if defined(SPARING_AVX512)
-  return reinterpret_cast<Vec<int32_t>>(
-      _mm512_madd_epi16(reinterpret_cast<__m512i>(halves), _mm512_set1_epi16(1)));
+  return reinterpret_cast<Vec<int32_t>>(_mm512_madd_epi16(reinterpret_cast<__m512i>(halves), _mm512_set1_epi16(1)));
 #elif defined(SPARING_AVX2)
-  return reinterpret_cast<Vec<int32_t>>(
-      _mm256_madd_epi16(reinterpret_cast<__m256i>(halves), _mm256_set1_epi16(1)));
+  return reinterpret_cast<Vec<int32_t>>(_mm256_madd_epi16(reinterpret_cast<__m256i>(halves), _mm256_set1_epi16(1)));
 #else
   const Vec<int32_t> x = reinterpret_cast<Vec<int32_t>>(halves);
   return ((x << 16) >> 16) + (x >> 16);

@@ -51,8 +51,9 @@ SPARING_INLINE void in_places(int64_t low, int64_t count, int64_t tile, const Vi
   }
 }
 
-// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries. With a rest
-// the terms are summed from zero first; without one each is added to what is there, and any tiles give the same bits.
+// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries. With a
+// rest the terms are summed from zero first; without one each is added to what is there, and any tiles give the same
+// bits.
 template <class T, int M>
 SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* from, int64_t count,
                              int64_t stride, T* to, int64_t rest) {
@@ -117,8 +118,7 @@ void strip_columns(const T* const* rows, int64_t count, int64_t depth, T factor,
     int64_t k = 0;
     for (; k + N <= depth; k += N) {
       Vec<T> square[N];
-      for (int r = 0; r < N; ++r)
-        square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
+      for (int r = 0; r < N; ++r) square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
       turn<T>(square);
       for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kStrip<T> + first, square[r]);
     }

@@ -44,9 +44,9 @@ inline constexpr int64_t kStarts = 4097;
 
 template <class T>
 struct ProjectionKernels {
-  int64_t chunk;                                         // tokens of a task, at most
-  int64_t (*row_entries)(const SampledProjection<T>&);   // of `rows`, per head
-  int64_t (*scratch)(const SampledProjection<T>&);       // entries of T, for either step
+  int64_t chunk;                                        // tokens of a task, at most
+  int64_t (*row_entries)(const SampledProjection<T>&);  // of `rows`, per head
+  int64_t (*scratch)(const SampledProjection<T>&);      // entries of T, for either step
   void (*prepare)(const SampledProjection<T>&, int64_t first_head, int64_t last_head, T* scratch);
   void (*project)(const SampledProjection<T>&, const TokenChunk*, T* scratch);
 };

@@ -120,7 +120,8 @@ Tensor project(Tensor x, Tensor weight, Optional bias, Tensor counts, Tensor ran
     const Arrangement plan = arrange(call, use.chunk);
     call.order = plan.order.data(), call.most = plan.most.data();
     const int64_t scratch_size = use.scratch(call);
-    in_parallel<T>(h, 1, scratch_size, [&](int64_t begin, int64_t end, T* scratch) { use.prepare(call, begin, end, scratch); });
+    in_parallel<T>(h, 1, scratch_size,
+                   [&](int64_t begin, int64_t end, T* scratch) { use.prepare(call, begin, end, scratch); });
     in_parallel<T>(int64_t(plan.chunks.size()), 1, scratch_size, [&](int64_t begin, int64_t end, T* scratch) {
       for (int64_t i = begin; i < end; ++i) use.project(call, &plan.chunks[size_t(i)], scratch);
     });

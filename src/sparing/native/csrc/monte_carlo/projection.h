@@ -16,12 +16,12 @@ namespace sparing::SPARING_ISA {
 // The working memory of a chunk of tokens.
 template <class T>
 struct Samples {
-  T* amounts;       // [kRows * features], of each draw: x[s] / p(s)
-  Int<T>* picks;    // the same: s
-  Int<T>* begins;   // [kRows][groups + 1], where the draws of a group of features begin
-  T* sums;          // [kRows][kColumnVectors vectors]
-  int32_t* found;   // [features], the draws of one token, in their order
-  uint32_t* bits;   // [features + 2 kDrawn]
+  T* amounts;      // [kRows * features], of each draw: x[s] / p(s)
+  Int<T>* picks;   // the same: s
+  Int<T>* begins;  // [kRows][groups + 1], where the draws of a group of features begin
+  T* sums;         // [kRows][kColumnVectors vectors]
+  int32_t* found;  // [features], the draws of one token, in their order
+  uint32_t* bits;  // [features + 2 kDrawn]
 };
 
 template <class T>

@@ -11,7 +11,8 @@ namespace sparing::SPARING_ISA {
 
 // Rows of W are cut into panels of `width` <= kColumnVectors vectors, each [features][width].
 inline constexpr int kColumnVectors = 8;
-inline constexpr int64_t kGroup = 16384 / (kColumnVectors * SPARING_BYTES);  // rows of a group: 16 KiB of the widest panel
+inline constexpr int64_t kGroup =
+    16384 / (kColumnVectors * SPARING_BYTES);  // rows of a group: 16 KiB of the widest panel
 
 template <class T>
 struct Panel {
@@ -100,8 +101,7 @@ void projection_law(const SampledProjection<T>& call, int64_t head) {
 
 // The feature of each of `count` draws of the list `rank`: the first whose ladder reaches the random number.
 template <class T>
-void draw(const SampledProjection<T>& call, int64_t head, int64_t rank, int64_t count, uint32_t* bits,
-          int32_t* found) {
+void draw(const SampledProjection<T>& call, int64_t head, int64_t rank, int64_t count, uint32_t* bits, int32_t* found) {
   const uint64_t first = call.shared ? 0 : uint64_t(rank) * uint64_t(call.features);
   philox(call.seed, uint32_t(call.streams[head]), call.purpose, first, count, bits);
   const double* ladder = call.ladder + head * call.features;

@@ -13,10 +13,10 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct NearMask {
   static constexpr bool masks = true;
-  const Int<T>* place;        // of the keys
-  const Int<T>*own, *seen;    // of the lanes
+  const Int<T>* place;                // of the keys
+  const Int<T>*own, *seen;            // of the lanes
   Int<T> before, after, sinks, tail;  // tail: last keys that all lanes look at
-  Int<T> from;                // all keys from here on; causal
+  Int<T> from;                        // all keys from here on; causal
 
   SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
     const IntVec<T> mine = load<Int<T>>(own + r), end = load<Int<T>>(seen + r);
@@ -52,11 +52,11 @@ struct MultipoleBlock {
   MultipoleMemory<T>& memory;
   int64_t item, head, unit, first, count;  // first query
   Int<T> own[kRows] = {}, seen[kRows] = {};
-  int64_t shown = 0;     // clusters that the block sees
-  int64_t members = 0;   // and how many keys are in them
-  int64_t slots = 0;     // clusters that have members near by
-  int64_t low = 0, high = -1;  // keys near by
-  Int<T> from = 0;  // causal: all keys from here on are exact
+  int64_t shown = 0;                               // clusters that the block sees
+  int64_t members = 0;                             // and how many keys are in them
+  int64_t slots = 0;                               // clusters that have members near by
+  int64_t low = 0, high = -1;                      // keys near by
+  Int<T> from = 0;                                 // causal: all keys from here on are exact
   T near_top[kRows] = {}, near_total[kRows] = {};  // of the keys near by, if there is a tolerance
   T least[kRows] = {};                             // what a cluster must be worth to be expanded
   T light[kRows] = {};                             // summaries of less mass are left out

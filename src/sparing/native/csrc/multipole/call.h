@@ -21,11 +21,13 @@ struct KMeansKernels {
   void (*run)(const KMeans&, int64_t begin, int64_t end, float* scratch);
 };
 
-// Keys in the metric of the queries, in whole numbers: each chunk in the unit in which its largest valid entry is `limit`.
+// Keys in the metric of the queries, in whole numbers: each chunk in the unit in which its largest valid entry is
+// `limit`.
 template <class T>
 struct MetricRows {
   Tokens<const T> k;
-  const double* factor;  // [items][heads][chunks][depth][depth], transposed: row c holds what makes up entry c, from c on
+  const double*
+      factor;  // [items][heads][chunks][depth][depth], transposed: row c holds what makes up entry c, from c on
   const uint8_t* valid;  // [items][chunks][size]; zeros for the others
   int64_t items, heads, chunks, size, depth, limit;
   float* out;  // [items][heads][chunks][size][depth]
@@ -41,14 +43,14 @@ struct MetricKernels {
 template <class T>
 struct Poles {
   Tokens<const T> k, v;
-  const int64_t* labels;      // [items][heads][keys], -1 for none
+  const int64_t* labels;       // [items][heads][keys], -1 for none
   const T *mean, *covariance;  // [items][heads][chunks][depth], [...][depth][depth] of the queries
   int64_t items, heads, keys, depth, width;
-  int64_t clusters, chunks;  // clusters of a chunk
-  T scale, faintest, nothing;  // least log-weight, and least spread that is not taken for zero
+  int64_t clusters, chunks;         // clusters of a chunk
+  T scale, faintest, nothing;       // least log-weight, and least spread that is not taken for zero
   const int32_t *members, *bounds;  // keys sorted by cluster, [items][heads][keys], and where clusters begin
   T *pole_keys, *pole_values, *offset, *weight, *spread, *scatter;  // as in Multipole; values times weight
-  T* shares;                                                       // [items][heads][keys]
+  T* shares;                                                        // [items][heads][keys]
 };
 
 template <class T>
@@ -60,8 +62,8 @@ struct PoleKernels {
 // One way to cut the keys into chunks with clusters of their own.
 template <class T>
 struct Level {
-  const int64_t* labels;  // [items][heads][keys] numbered through all chunks, -1 for none
-  const T* shares;        // [items][heads][keys] weight of a key in its cluster
+  const int64_t* labels;   // [items][heads][keys] numbered through all chunks, -1 for none
+  const T* shares;         // [items][heads][keys] weight of a key in its cluster
   int64_t size, clusters;  // keys and clusters of a chunk
   int64_t base, total;     // first cluster of the level among all, and how many there are
   const int32_t* members;  // [items][heads][keys] keys sorted by cluster
@@ -72,20 +74,20 @@ template <class T>
 struct Multipole {
   Tokens<const T> q, k, v;
   int64_t items, heads, queries, keys, depth, width;
-  int64_t clusters;          // of all levels
-  const int64_t *seen, *own;  // [items][queries]
-  const T *mean, *variance;  // [items][heads][chunks of level 0][depth], [...] of the queries
-  int64_t means;             // chunks of level 0; 0: no summaries
-  const T *pole_keys, *pole_values;  // [items][heads][clusters][depth], [...][width]; values times weight
+  int64_t clusters;                             // of all levels
+  const int64_t *seen, *own;                    // [items][queries]
+  const T *mean, *variance;                     // [items][heads][chunks of level 0][depth], [...] of the queries
+  int64_t means;                                // chunks of level 0; 0: no summaries
+  const T *pole_keys, *pole_values;             // [items][heads][clusters][depth], [...][width]; values times weight
   const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
   Level<T> level[3];
   int64_t levels;
-  const int32_t* bounds;  // [items][heads][clusters + 1] where a cluster's members begin
-  int64_t before, after;  // exact neighbours; -1: none, not even the query's own key
+  const int32_t* bounds;         // [items][heads][clusters + 1] where a cluster's members begin
+  int64_t before, after;         // exact neighbours; -1: none, not even the query's own key
   int64_t sinks, block, budget;  // block: causal, keys of a query's own block; 0 if not causal
   bool second, by_mass;
   T cap, tolerance, scale;
-  T *out, *lse, *error;  // [items][heads][queries][width], [items][heads][queries]
+  T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
   int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
 };
 
@@ -109,12 +111,16 @@ struct StepPast {
   const int32_t* visible;                       // [1] clusters
 
   // Always inline: a copy compiled for a wide instruction set must not serve the others.
-  __attribute__((always_inline)) static int64_t reals(int64_t clusters, int64_t ranks, int64_t depth, int64_t width, int64_t block) {
+  __attribute__((always_inline)) static int64_t reals(int64_t clusters, int64_t ranks, int64_t depth, int64_t width,
+                                                      int64_t block) {
     return clusters * (depth + width + 4) + ranks + depth + 1 + block * depth;
   }
-  __attribute__((always_inline)) static int64_t ints(int64_t clusters, int64_t ranks) { return 2 * clusters + 2 * ranks + 1; }
+  __attribute__((always_inline)) static int64_t ints(int64_t clusters, int64_t ranks) {
+    return 2 * clusters + 2 * ranks + 1;
+  }
 
-  __attribute__((always_inline)) StepPast(T* reals, const int32_t* ints, int64_t clusters, int64_t ranks, int64_t depth, int64_t width) {
+  __attribute__((always_inline)) StepPast(T* reals, const int32_t* ints, int64_t clusters, int64_t ranks, int64_t depth,
+                                          int64_t width) {
     keys = reals, values = keys + clusters * depth;
     offset = values + clusters * width, weight = offset + clusters;
     spread = weight + clusters, scatter = spread + clusters;
@@ -130,20 +136,24 @@ template <class T>
 struct MultipoleStep {
   Tokens<const T> q, k, v;
   int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
-  int64_t clusters, ranks, places;  // that there is room for
-  const int64_t* place;             // [items][places] position of a rank; null: the same
-  const int64_t* own;               // [items][queries] rank of a query's own key
-  T* reals;                         // [items][heads][StepPast::reals(...)]
-  const int32_t* ints;              // [items][heads][StepPast::ints(...)]
+  int64_t clusters, ranks, places;                            // that there is room for
+  const int64_t* place;                                       // [items][places] position of a rank; null: the same
+  const int64_t* own;                                         // [items][queries] rank of a query's own key
+  T* reals;                                                   // [items][heads][StepPast::reals(...)]
+  const int32_t* ints;                                        // [items][heads][StepPast::ints(...)]
   int64_t block, before, sinks, budget;
   bool second, by_mass;
   T cap, tolerance, scale;
-  T* out;                                 // [items][heads][queries][width]
+  T* out;                                // [items][heads][queries][width]
   T *lse, *error, *touched, *summaries;  // [items][heads][queries]; keys and summaries read, summaries among them
 
   __attribute__((always_inline)) StepPast<T> past(int64_t unit) const {
     return {reals + unit * StepPast<T>::reals(clusters, ranks, depth, width, block),
-            ints + unit * StepPast<T>::ints(clusters, ranks), clusters, ranks, depth, width};
+            ints + unit * StepPast<T>::ints(clusters, ranks),
+            clusters,
+            ranks,
+            depth,
+            width};
   }
 };
 

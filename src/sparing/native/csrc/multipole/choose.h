@@ -122,8 +122,8 @@ SPARING_INLINE IntVec<T> MultipoleBlock<T>::best_fit(Vec<T> budget, Vec<T> least
 }
 
 template <class T>
-inline int64_t MultipoleBlock<T>::choose(int r, int64_t pairs, int64_t first_in_task, const T* alarm, T* missed, int64_t* read,
-               int64_t* summaries) {
+inline int64_t MultipoleBlock<T>::choose(int r, int64_t pairs, int64_t first_in_task, const T* alarm, T* missed,
+                                         int64_t* read, int64_t* summaries) {
   constexpr int N = lanes<T>;
   const auto expand = [&](int64_t c, int lane) {
     memory.scores[c * kRows + r + lane] = T(0);

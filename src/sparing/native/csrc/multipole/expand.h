@@ -13,7 +13,7 @@
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int64_t kVisitors = 24;            // queries that meet a cluster's members at once, to suit the cache
+inline constexpr int64_t kVisitors = 24;  // queries that meet a cluster's members at once, to suit the cache
 
 // Hands what the first `count` lanes of a block absorbed to their queries, which have absorbed nothing yet.
 template <class T>

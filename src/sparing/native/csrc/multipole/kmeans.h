@@ -9,11 +9,11 @@
 namespace sparing::SPARING_ISA {
 
 struct KMeansMemory {
-  int32_t* columns;    // [pairs][kRows]
-  int32_t* lesson;     // [blocks of taught rows][pairs][kRows]
-  int32_t* packed;     // [lanes][pairs]
-  int32_t* centres;    // [centres][pairs]
-  int32_t* norms;      // [centres] |centre|^2
+  int32_t* columns;       // [pairs][kRows]
+  int32_t* lesson;        // [blocks of taught rows][pairs][kRows]
+  int32_t* packed;        // [lanes][pairs]
+  int32_t* centres;       // [centres][pairs]
+  int32_t* norms;         // [centres] |centre|^2
   double *sums, *counts;  // [centres][depth], [centres]
 };
 

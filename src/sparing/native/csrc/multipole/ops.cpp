@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+
 #include "common/tensors.h"
 #include "kernels.h"
 
@@ -43,8 +44,7 @@ Tensor metric_rows(Tensor k, Tensor factor, Tensor valid, int64_t limit) {
     STD_TORCH_CHECK(call.chunks * call.size <= k.size(2), "valid has more keys than k");
     call.k = tokens<T>("k", k, call.items, call.heads, k.size(2), call.depth);
     call.factor = packed<double>("factor", factor, {call.items, call.heads, call.chunks, call.depth, call.depth});
-    call.valid =
-        reinterpret_cast<const uint8_t*>(packed<bool>("valid", valid, {call.items, call.chunks, call.size}));
+    call.valid = reinterpret_cast<const uint8_t*>(packed<bool>("valid", valid, {call.items, call.chunks, call.size}));
     Tensor out = fresh({call.items * call.heads * call.chunks, call.size, call.depth}, ScalarType::Float);
     call.out = out.mutable_data_ptr<float>();
     const MetricKernels<T>& use = kernels().of<T>().metric;
@@ -111,11 +111,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> summarise(Ten
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
-    Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own, Tensor mean, Tensor variance, Tensor pole_keys,
-    Tensor pole_values, Tensor offset, Tensor weight, Tensor spread, Tensor scatter, Tensor labels, Tensor shares, Tensor levels,
-    int64_t before, int64_t after, int64_t sinks, int64_t block, int64_t budget, bool second, bool by_mass, double cap,
-    double tolerance, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(Tensor q, Tensor k, Tensor v, Tensor seen, Tensor own,
+                                                          Tensor mean, Tensor variance, Tensor pole_keys,
+                                                          Tensor pole_values, Tensor offset, Tensor weight,
+                                                          Tensor spread, Tensor scatter, Tensor labels, Tensor shares,
+                                                          Tensor levels, int64_t before, int64_t after, int64_t sinks,
+                                                          int64_t block, int64_t budget, bool second, bool by_mass,
+                                                          double cap, double tolerance, double scale) {
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
     STD_TORCH_CHECK(pole_keys.dim() == 4, "pole_keys must have 4 axes");
@@ -175,10 +177,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend(
       level.shares = every_share + i * b * h * call.keys;
       level.members = members.data() + i * b * h * call.keys;
       for (int64_t j = 0; j < b * h * call.keys; ++j)
-        STD_TORCH_CHECK(level.labels[j] >= -1 && level.labels[j] < level.total, "labels holds a cluster beyond the last");
+        STD_TORCH_CHECK(level.labels[j] >= -1 && level.labels[j] < level.total,
+                        "labels holds a cluster beyond the last");
       if (block)
         for (int64_t j = 0; j < b * n; ++j)
-          STD_TORCH_CHECK(call.own[j] / level.size <= chunks + (i == 2), "there are fewer chunks than the queries need");
+          STD_TORCH_CHECK(call.own[j] / level.size <= chunks + (i == 2),
+                          "there are fewer chunks than the queries need");
     }
     STD_TORCH_CHECK(call.levels < 3 || call.level[2].size == call.level[1].size, "the last two levels must be alike");
     if (call.levels == 2)  // the third begins with the second chunk

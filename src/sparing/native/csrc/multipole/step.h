@@ -1,5 +1,5 @@
-// Attention of few queries to a past that is in clusters already (multipole_step in Python). A query reads the keys of its
-// own block, all summaries, and the members of the clusters that it expands; entries of a row stand in the lanes.
+// Attention of few queries to a past that is in clusters already (multipole_step in Python). A query reads the keys of
+// its own block, all summaries, and the members of the clusters that it expands; entries of a row stand in the lanes.
 #pragma once
 
 #include "common/simd.h"
@@ -14,13 +14,13 @@ namespace sparing::SPARING_ISA {
 
 template <class T>
 struct StepMemory {
-  T *score, *mass;          // [clusters] logit of a summary, and exp of it
-  T *worth, *left, *gone;   // [clusters] of expanding it, keys that it takes; weight of members that are near by
-  T *offered, *price;       // [clusters] the same of those that may be expanded
-  int32_t* which;           // [clusters] and which they are
-  T* weight;                // [rows] logits, then weights
-  const T** key;            // [rows]
-  const T** value;          // [rows and clusters]
+  T *score, *mass;         // [clusters] logit of a summary, and exp of it
+  T *worth, *left, *gone;  // [clusters] of expanding it, keys that it takes; weight of members that are near by
+  T *offered, *price;      // [clusters] the same of those that may be expanded
+  int32_t* which;          // [clusters] and which they are
+  T* weight;               // [rows] logits, then weights
+  const T** key;           // [rows]
+  const T** value;         // [rows and clusters]
 
   int64_t lay_out(const MultipoleStep<T>& call, T* memory) {
     int64_t used = 0;
@@ -50,10 +50,10 @@ struct StepQuery {
   const StepPast<T> past;
   int64_t item, head, own;
   const T* q;
-  int64_t shown;       // clusters
-  int64_t from, low;   // ranks from here on are exact; near by
-  int64_t rows = 0;    // keys that the query looks at
-  int64_t near = 0;    // of which so many are near by and in clusters, at the start
+  int64_t shown;      // clusters
+  int64_t from, low;  // ranks from here on are exact; near by
+  int64_t rows = 0;   // keys that the query looks at
+  int64_t near = 0;   // of which so many are near by and in clusters, at the start
   T loud = T(0), shift = T(0), missed = T(0), near_top = T(0);
   T least = T(0);  // what a cluster must be worth to be expanded
   T light = T(0);  // summaries of less mass are left out
@@ -270,8 +270,8 @@ void step_forward(const MultipoleStep<T>& call, int64_t begin, int64_t end, T* s
         continue;
       }
       const int64_t from = own / call.block * call.block, reach = own - call.before < from ? own - call.before : from;
-      StepQuery<T> query{call, memory, past, item, head, own, call.q.at(item, head, i), *past.visible, from,
-                         reach > 0 ? reach : 0};
+      StepQuery<T> query{
+          call, memory, past, item, head, own, call.q.at(item, head, i), *past.visible, from, reach > 0 ? reach : 0};
       query.answer(row);
     }
   }

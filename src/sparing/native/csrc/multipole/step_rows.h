@@ -49,7 +49,8 @@ inline constexpr T kFaint = sizeof(T) == 4 ? T(0x1p-34) : T(0x1p-63);
 
 // The entries from e on, so many vectors at once, of the sum of weight[i] * rows[i]; returns where they end.
 template <class T, int64_t kAtOnce>
-SPARING_INLINE int64_t mix_some(const T* weight, const T* const* rows, int64_t count, int64_t width, int64_t e, T* out) {
+SPARING_INLINE int64_t mix_some(const T* weight, const T* const* rows, int64_t count, int64_t width, int64_t e,
+                                T* out) {
   constexpr int64_t kAhead = 6, kEntries = kAtOnce * lanes<T>;
   for (; e + kEntries <= width; e += kEntries) {
     Running<Vec<T>> total[kAtOnce];

@@ -27,7 +27,9 @@ inline int64_t MultipoleBlock<T>::cluster_of(int64_t key) const {
 }
 
 template <class T>
-inline T MultipoleBlock<T>::share_of(int64_t key) const { return level_of(key).shares[unit * call.keys + key]; }
+inline T MultipoleBlock<T>::share_of(int64_t key) const {
+  return level_of(key).shares[unit * call.keys + key];
+}
 
 template <class T>
 inline int64_t MultipoleBlock<T>::size_of(int64_t cluster) const {
@@ -97,8 +99,7 @@ inline void MultipoleBlock<T>::count_near() {
     Int<T>& slot = memory.slot[cluster];
     if (slot < 0) {
       slot = Int<T>(slots++);
-      for (int r = 0; r < kRows; ++r)
-        memory.gone[slot * kRows + r] = T(0), memory.gone_weight[slot * kRows + r] = T(0);
+      for (int r = 0; r < kRows; ++r) memory.gone[slot * kRows + r] = T(0), memory.gone_weight[slot * kRows + r] = T(0);
     }
     const Int<T> place = Int<T>(key);
     const NearMask<T> near = mask(&place);

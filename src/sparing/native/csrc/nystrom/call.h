@@ -11,7 +11,7 @@ struct Inverse {
   int64_t matrices, size, steps;
   T* out;  // [matrices][size][size]
   // backward
-  const T* grad;            // [matrices][size][size]
+  const T* grad;           // [matrices][size][size]
   T *grad_a, *grad_start;  // the same
 };
 

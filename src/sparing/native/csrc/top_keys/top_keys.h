@@ -17,9 +17,7 @@ struct CausalMask {
   const Int<T>* place;  // of the keys
   Int<T> first;         // position of the first lane
 
-  SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
-    return place[c] <= first + Int<T>(r) + iota<Int<T>>();
-  }
+  SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const { return place[c] <= first + Int<T>(r) + iota<Int<T>>(); }
 };
 
 // The candidates of one query, in the order of their index: among equal scores the lower index wins.

@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor
     call.grad = tokens<T>("grad", grad, b, h, n, call.width);
     call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n});
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n, call.width}));  // only read
-    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n})),  // only read
+    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n})),            // only read
                  const_cast<T*>(packed<T>("total", total, {b, h, n}))};
     Tensor grad_q = fresh({b, h, n, call.depth}, type_of<T>());
     Tensor grad_k = fresh({b, h, n, call.depth}, type_of<T>());

@@ -105,8 +105,7 @@ SPARING_INLINE void window_visit(const Window<T>& call, int64_t item, int64_t he
       keys[c] = call.k.at(item, head, place[c]);
       values[c] = call.v.at(item, head, place[c]);
     }
-    const WindowMask<T> mask{place,           is_shared, Int<T>(first), Int<T>(call.left),
-                             Int<T>(call.right), call.causal};
+    const WindowMask<T> mask{place, is_shared, Int<T>(first), Int<T>(call.left), Int<T>(call.right), call.causal};
     // A tile in the middle of everybody's window needs no mask.
     bool open = true;
     for (int64_t c = 0; c < found && open; ++c)
@@ -165,18 +164,18 @@ void window_backward(const Window<T>& call, int64_t begin, int64_t end, T* scrat
         out[r] = call.out + (unit * n + first + r) * call.width;
       }
       transpose<T>(queries, count, call.depth, call.scale, block.queries);
-      start_backward(block, queries, grads, out, call.norm.from(unit * n + first),
-                     call.lse_grad + unit * n + first, count);
-      window_visit(call, item, head, first, count, marks,
-                   [&](const T* const* keys, const T* const* values, const Int<T>* place, int64_t found,
-                       const auto& mask) {
-                     T *to_key[kKeys], *to_value[kKeys];
-                     for (int64_t c = 0; c < found; ++c) {
-                       to_key[c] = key_grads + place[c] * deep;
-                       to_value[c] = value_grads + place[c] * wide;
-                     }
-                     absorb_backward(block, keys, values, found, mask, to_key, to_value, rest);
-                   });
+      start_backward(block, queries, grads, out, call.norm.from(unit * n + first), call.lse_grad + unit * n + first,
+                     count);
+      window_visit(
+          call, item, head, first, count, marks,
+          [&](const T* const* keys, const T* const* values, const Int<T>* place, int64_t found, const auto& mask) {
+            T *to_key[kKeys], *to_value[kKeys];
+            for (int64_t c = 0; c < found; ++c) {
+              to_key[c] = key_grads + place[c] * deep;
+              to_value[c] = value_grads + place[c] * wide;
+            }
+            absorb_backward(block, keys, values, found, mask, to_key, to_value, rest);
+          });
       for (int64_t r = 0; r < count; ++r) {
         T* to = call.grad_q + (unit * n + first + r) * call.depth;
         for (int64_t k = 0; k < call.depth; ++k) to[k] = call.scale * block.query_grads[k * kRows + r];

@@ -1,5 +1,5 @@
-// What the kernels of yoso are given: hash codes, sums over tokens with equal codes, and rows of unit length. Plain data
-// only; see kernels.h.
+// What the kernels of yoso are given: hash codes, sums over tokens with equal codes, and rows of unit length. Plain
+// data only; see kernels.h.
 #pragma once
 
 #include "common/tokens.h"
@@ -72,8 +72,8 @@ struct TableSums {
   T* out;    // [items][heads][to.tokens][width]
 };
 
-// What yoso_pairs.h sums, over all chunks of hashes; at the last, times bits and factor, from unit vectors back to those
-// that were given.
+// What yoso_pairs.h sums, over all chunks of hashes; at the last, times bits and factor, from unit vectors back to
+// those that were given.
 template <class T>
 struct PairSums {
   Coded queries, keys;
@@ -84,7 +84,7 @@ struct PairSums {
   int64_t most_bits;
   bool causal, exact;
   double factor;
-  bool add, last;  // to what the gradients hold; the last chunk
+  bool add, last;      // to what the gradients hold; the last chunk
   T *grad_q, *grad_k;  // [items][heads][tokens][depth]; null where not wanted
 };
 

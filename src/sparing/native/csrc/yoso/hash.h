@@ -1,5 +1,5 @@
-// Hash codes of yoso. Projections are computed in the type of the tokens; where one is so small that rounding could have
-// changed its sign, it is computed again in double: codes are those that double gives.
+// Hash codes of yoso. Projections are computed in the type of the tokens; where one is so small that rounding could
+// have changed its sign, it is computed again in double: codes are those that double gives.
 #pragma once
 
 #include "common/simd.h"
@@ -11,8 +11,8 @@ namespace sparing::SPARING_ISA {
 
 namespace yoso {
 
-inline constexpr int64_t kHashBlock = kRows;  // tokens of a task
-inline constexpr double kTie = 1e-9;          // a projection this small counts as zero, as in hashing.py
+inline constexpr int64_t kHashBlock = kRows;   // tokens of a task
+inline constexpr double kTie = 1e-9;           // a projection this small counts as zero, as in hashing.py
 inline constexpr double kNoDirection = 1e-12;  // a vector shorter than this has code 0
 
 // x in place becomes its Hadamard transform.
@@ -88,8 +88,8 @@ T rotation_margin(int64_t size) {
 // Working memory for lanes<T> tokens side by side.
 template <class T>
 struct HashLanes {
-  Vec<T>*x, *work;       // [size]
-  IntVec<T>* codes;      // [32]
+  Vec<T>*x, *work;                 // [size]
+  IntVec<T>* codes;                // [32]
   Vec<double>*wide_x, *wide_work;  // [size]
 
   static int64_t entries(int64_t size) {

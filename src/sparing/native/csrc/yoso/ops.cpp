@@ -137,9 +137,9 @@ Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Option
   values.inverse = packed<T>("inverse", *inverse, {call.items, call.heads, call.queries});
   along.resize(size_t(call.items * call.heads * call.queries));
   values.along = along.data();
-  torch::stable::parallel_for(
-      0, int64_t(along.size()), kRowsOfATask,
-      [&](int64_t begin, int64_t end) { kernels().of<T>().yoso.find_along(values, begin, end); });
+  torch::stable::parallel_for(0, int64_t(along.size()), kRowsOfATask, [&](int64_t begin, int64_t end) {
+    kernels().of<T>().yoso.find_along(values, begin, end);
+  });
   return values;
 }
 

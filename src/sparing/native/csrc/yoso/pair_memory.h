@@ -8,7 +8,7 @@ namespace sparing::SPARING_ISA {
 
 namespace yoso {
 
-inline constexpr int32_t kBlock = 64;      // tokens of either side that meet pair by pair at once
+inline constexpr int32_t kBlock = 64;  // tokens of either side that meet pair by pair at once
 
 // Some tokens of one side, in their order.
 struct Span {
@@ -30,7 +30,7 @@ template <class T>
 struct PairSide {
   int64_t count;
   const int32_t* places;
-  T* rows;                 // [tokens][stride]: gradient of the output or value, unit vector, gradient of this, its rests
+  T* rows;  // [tokens][stride]: gradient of the output or value, unit vector, gradient of this, its rests
   int32_t *order, *first;  // [tokens] sorted by code, in their order inside each bucket; [2^bits + 1]
   T* grads;                // [tokens][depth], at the places, the result; null where not wanted
 
@@ -49,8 +49,8 @@ template <class T>
 struct PairWork {
   int64_t deep, wide, stride;  // padded entries of a unit vector, of what stands before it, and of a row
   PairSide<T> queries, keys;
-  T* weights;   // [kBlock][kBlock] of queries and keys
-  T* products;  // [width][deep] sum of outer products, then their rests
+  T* weights;      // [kBlock][kBlock] of queries and keys
+  T* products;     // [width][deep] sum of outer products, then their rests
   int32_t* codes;  // [2^bits] of buckets with both queries and keys
   Cut* cuts;
 

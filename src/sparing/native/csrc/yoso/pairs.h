@@ -5,12 +5,12 @@
 //   grad w_j = sum over the hashes and the queries i with the code of j of  (g_i . v_j) slope(u_i . w_j) u_i
 //
 // with the slope 1, or, exactly, that of the probability of a collision. Hash by hash, tokens are sorted by code, and
-// each bucket is done at once, so that the rows of its r queries and c keys come from far memory once, not once per pair.
-// Where a bucket is so full that its pairs cost more than the outer products v_j^T w_j and g_i^T u_i, these are summed
-// first and then multiplied by each g_i and v_j: never more than O((r + c) e d). Where the order of the tokens matters, a
-// bucket is cut, from its first token on, into blocks: inside a block tokens meet pair by pair, those of whole blocks
-// before or after through a running sum of outer products. What is summed how, and in which order, then never depends on
-// tokens that i may not see. The exact slope needs every pair.
+// each bucket is done at once, so that the rows of its r queries and c keys come from far memory once, not once per
+// pair. Where a bucket is so full that its pairs cost more than the outer products v_j^T w_j and g_i^T u_i, these are
+// summed first and then multiplied by each g_i and v_j: never more than O((r + c) e d). Where the order of the tokens
+// matters, a bucket is cut, from its first token on, into blocks: inside a block tokens meet pair by pair, those of
+// whole blocks before or after through a running sum of outer products. What is summed how, and in which order, then
+// never depends on tokens that i may not see. The exact slope needs every pair.
 #pragma once
 
 #include "common/simd.h"
@@ -122,14 +122,13 @@ struct Pairs {
             for (int p = 0; p < kWide; ++p) sums[i][p] += all(left[i][e]) * product[p];
         }
         for (int i = 0; i < M; ++i)
-          for (int p = 0; p < kWide; ++p) add_to_grad(grad(side, span.tokens[first + i]) + k + p * lanes<T>, sums[i][p]);
+          for (int p = 0; p < kWide; ++p)
+            add_to_grad(grad(side, span.tokens[first + i]) + k + p * lanes<T>, sums[i][p]);
       }
     });
   }
 
-  void clear_products() const {
-    clear(work.products, 2 * call.width * work.deep);
-  }
+  void clear_products() const { clear(work.products, 2 * call.width * work.deep); }
 
   // weights[t] = the scalar product of two rows, from entry `offset` on, for M rows
   template <int M>
@@ -177,9 +176,8 @@ struct Pairs {
     }
     for (int32_t m = 0; m < some_queries.count; ++m) {
       T* weights = work.weights + m * kBlock;
-      in_tiles<4>(seen[m], [&]<int M>(int64_t t) {
-        dot_rows<M>(query_rows[m], key_rows + t, 0, work.wide, weights + t);
-      });
+      in_tiles<4>(seen[m],
+                  [&]<int M>(int64_t t) { dot_rows<M>(query_rows[m], key_rows + t, 0, work.wide, weights + t); });
       if (call.exact)
         for (int32_t t = 0; t < seen[m]; ++t) {
           T x;
@@ -225,8 +223,8 @@ struct Pairs {
     while (i < some_queries.count || j < some_keys.count) {
       const Cut start = work.cuts[blocks++] = {i, j};
       while ((i < some_queries.count || j < some_keys.count) && i - start.query < kBlock && j - start.key < kBlock) {
-        const bool key_next = i == some_queries.count || (j < some_keys.count && keys.place(some_keys, j) <=
-                                                                                     queries.place(some_queries, i));
+        const bool key_next = i == some_queries.count ||
+                              (j < some_keys.count && keys.place(some_keys, j) <= queries.place(some_queries, i));
         key_next ? ++j : ++i;
       }
     }

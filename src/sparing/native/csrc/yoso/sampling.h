@@ -13,8 +13,9 @@
 
 namespace sparing {
 
-inline constexpr int64_t kMostBits = 16;             // codes are 16-bit numbers
-inline constexpr int64_t kPlaneBytes = 4 << 20;      // hyperplanes that are drawn at once, if they are those of several heads
+inline constexpr int64_t kMostBits = 16;  // codes are 16-bit numbers
+inline constexpr int64_t kPlaneBytes =
+    4 << 20;  // hyperplanes that are drawn at once, if they are those of several heads
 
 // Hashes whose codes exist at the same time: they share a draw, of which they take the coordinates from `first` on.
 struct Chunk {
@@ -24,7 +25,7 @@ struct Chunk {
 
 // The arguments that say how codes are drawn; see native/yoso.py.
 struct Sampling {
-  const int64_t* streams;  // [heads]
+  const int64_t* streams;     // [heads]
   std::vector<int32_t> bits;  // [items]
   int64_t most_bits = 1;
   uint64_t seed;
@@ -101,8 +102,8 @@ void normals_of(const Philox& random, int64_t count, const Take& take) {
 // Hyperplanes of some heads for one chunk.
 template <class T>
 struct Planes {
-  std::vector<T> signs;          // Hadamard
-  std::vector<double> normals;   // Gaussian
+  std::vector<T> signs;         // Hadamard
+  std::vector<double> normals;  // Gaussian
   std::vector<T> rounded, margins;
 
   static int64_t bytes_of_a_head(const Sampling& s, int64_t hashes, int64_t depth) {

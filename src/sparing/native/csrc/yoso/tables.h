@@ -1,6 +1,6 @@
-// Sums over tokens with equal codes, through tables: tokens of one side add their values to a row per code, those of the
-// other side read one row per hash. The values are cut into slices of a cache line, one task each: the tables of a slice
-// stay near, rows never straddle lines, and the memory does not depend on the width.
+// Sums over tokens with equal codes, through tables: tokens of one side add their values to a row per code, those of
+// the other side read one row per hash. The values are cut into slices of a cache line, one task each: the tables of a
+// slice stay near, rows never straddle lines, and the memory does not depend on the width.
 #pragma once
 
 #include "common/simd.h"
@@ -232,8 +232,7 @@ void table_sums(const TableSums<T>& call, int64_t begin, int64_t end, T* scratch
     const int64_t wide = call.width - first < kLine<T> ? call.width - first : kLine<T>;
     for (int64_t i = 0; i < slice.to_count; ++i) {
       T* to = call.out + (unit * call.to.tokens + slice.to_places[i]) * call.width + first;
-      for (int64_t x = 0; x < wide; ++x)
-        to[x] = (call.add ? to[x] : T(0)) + call.factor * sums[i * kLine<T> + x];
+      for (int64_t x = 0; x < wide; ++x) to[x] = (call.add ? to[x] : T(0)) + call.factor * sums[i * kLine<T> + x];
     }
   }
 }
