@@ -1,28 +1,17 @@
 // Exact softmax attention of every query over all valid keys. Included by kernels.h.
 #pragma once
 
-#include "common/normaliser.h"
-#include "common/tokens.h"
+#include "common/softmax_call.h"
 
 namespace sparing {
 
 template <class T>
-struct Attend {
-  Tokens<const T> q, k, v;
-  const uint8_t* keep;  // [items][keys], 0 for padded keys; null: all are valid
-  const T* bias;        // [items][keys], added to the scores; -inf hides a key; null: none
-  int64_t items, heads, queries, keys, depth, width;
-  T scale;
-  T* out;  // [items][heads][queries][width], written by the forward pass, read by the backward pass
-  Normaliser<T> norm;
-  T* lse;  // [items][heads][queries] log-sum-exp, forward only
-  // backward
-  Tokens<const T> grad;
-  const T* lse_grad;            // [items][heads][queries]
-  T *grad_q, *grad_k, *grad_v;  // contiguous
+struct Attend : SoftmaxCall<T> {
+  const T* bias;  // [items][keys], added to the scores; -inf hides a key; null: none
 
   __attribute__((always_inline)) bool sees(int64_t item, int64_t key) const {
-    return (!keep || keep[item * keys + key]) && (!bias || bias[item * keys + key] != -T(__builtin_inf()));
+    const int64_t at = item * this->keys + key;
+    return (!this->keep || this->keep[at]) && (!bias || bias[at] != -T(__builtin_inf()));
   }
 };
 

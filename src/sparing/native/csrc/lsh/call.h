@@ -1,6 +1,6 @@
 #pragma once
 
-#include "common/normaliser.h"
+#include "common/softmax_call.h"
 #include "common/tokens.h"
 
 namespace sparing {
@@ -37,27 +37,17 @@ struct Arcs {
   int32_t* length;  // [queries]
 };
 
-// Softmax over the keys that some round shows.
+// Softmax over the keys that some round shows. Between rounds, `out` is not yet divided by the total.
 template <class T>
-struct Lsh {
-  Tokens<const T> q, k, v;
-  const uint8_t* keep;    // [items][keys], 0 for padded keys; null: all are valid
+struct Lsh : SoftmaxCall<T> {
   const int64_t* counts;  // [items] valid keys
-  int64_t items, heads, queries, keys, depth, width, rounds;
+  int64_t rounds;
   int64_t span, window;  // places that the queries of a strip, and those of the strips that share copies, may cover
   int64_t tile;          // keys that are summed from zero
   bool in_turn;          // each term is added to the sum before it, without a rest
   bool once;             // a key that several rounds show counts once
   bool wraps;            // arcs may start before the first place
   bool itself;           // a query that no round shows a key sees its own
-  T scale;
-  T* out;  // [items][heads][queries][width], between rounds not yet divided by the total
-  Normaliser<T> norm;
-  T* lse;  // [items][heads][queries] log-sum-exp, forward only
-  // backward
-  Tokens<const T> grad;
-  const T* lse_grad;            // [items][heads][queries]
-  T *grad_q, *grad_k, *grad_v;  // contiguous
 };
 
 template <class T>

@@ -1,4 +1,4 @@
-#include "common/tensors.h"
+#include "common/softmax_tensors.h"
 #include "kernels.h"
 #include "lsh/arcs.h"
 
@@ -102,13 +102,10 @@ template <class T>
 void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& in_q,
               const Tensor& in_k, const Optional& keep, const Optional& influence, int64_t chunk, int64_t rule,
               bool once, double scale) {
-  STD_TORCH_CHECK(q.dim() == 4, "q must have 4 axes");
-  STD_TORCH_CHECK(k.dim() == 4, "k must have 4 axes");
-  STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
   STD_TORCH_CHECK(in_q.dim() == 4, "in_q must have 4 axes");
   Lsh<T>& call = all.call;
-  call.items = q.size(0), call.heads = q.size(1), call.queries = q.size(2), call.depth = q.size(3);
-  call.keys = k.size(2), call.width = v.size(3), call.rounds = in_q.size(0);
+  read_inputs(call, q, k, v, keep, scale);
+  call.rounds = in_q.size(0);
   STD_TORCH_CHECK(call.queries < (int64_t(1) << 29) && call.keys < (int64_t(1) << 29),
                   "places are counted in 32 bits: at most 2^29 tokens");
   STD_TORCH_CHECK(chunk >= 1, "chunk must be positive");
@@ -116,10 +113,6 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   STD_TORCH_CHECK(rule >= 0 && rule <= 2, "rule must be 0, 1 or 2");
   all.rule = Rule(rule);
   STD_TORCH_CHECK(all.rule != Rule::rank || call.queries == call.keys, "ranks need as many queries as keys");
-  call.q = tokens<T>("q", q, call.items, call.heads, call.queries, call.depth);
-  call.k = tokens<T>("k", k, call.items, call.heads, call.keys, call.depth);
-  call.v = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
-  call.keep = mask("keep", keep, call.items, call.keys);
   all.influence = mask("influence", influence, call.items, call.queries);
   all.in_q = packed<int32_t>("in_q", in_q, {call.rounds, call.items, call.heads, call.queries});
   all.in_k = packed<int32_t>("in_k", in_k, {call.rounds, call.items, call.heads, call.keys});
@@ -143,7 +136,6 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   call.once = once;
   call.wraps = all.rule == Rule::rank;
   call.itself = call.queries == call.keys;
-  call.scale = T(scale);
 }
 
 template <class T>
@@ -197,14 +189,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, T
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
     Lsh<T>& call = all.call;
-    Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
-    Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());
-    Tensor top = fresh({call.items, call.heads, call.queries}, type_of<T>());
-    Tensor total = fresh({call.items, call.heads, call.queries}, type_of<T>());
+    const auto [out, lse, top, total] = make_outputs(call);
     Tensor hits = fresh({call.items, call.heads, call.queries}, ScalarType::Long);
-    call.out = out.mutable_data_ptr<T>();
-    call.lse = lse.mutable_data_ptr<T>();
-    call.norm = {top.mutable_data_ptr<T>(), total.mutable_data_ptr<T>()};
     const int64_t units = call.items * call.heads, threads = torch::stable::get_num_threads();
     if (units % threads == 0 || units >= 4 * threads)  // busy to the end, or nearly
       attend_by_head(all, hits.mutable_data_ptr<int64_t>());
@@ -214,32 +200,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, T
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out,
-                                            Tensor top, Tensor total, Tensor in_q, Tensor in_k, Optional keep,
-                                            Optional influence, int64_t chunk, int64_t rule, bool once, double scale) {
+SoftmaxGradients backward(Tensor grad, Tensor lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor top,
+                          Tensor total, Tensor in_q, Tensor in_k, Optional keep, Optional influence, int64_t chunk,
+                          int64_t rule, bool once, double scale) {
   return with_type("q", q, [&]<class T>() {
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
     Lsh<T>& call = all.call;
-    const int64_t b = call.items, h = call.heads, n_q = call.queries, n_k = call.keys;
-    call.grad = tokens<T>("grad", grad, b, h, n_q, call.width);
-    call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, n_q});
-    call.out = const_cast<T*>(packed<T>("out", out, {b, h, n_q, call.width}));  // only read
-    call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, n_q})),            // only read
-                 const_cast<T*>(packed<T>("total", total, {b, h, n_q}))};
-    Tensor grad_q = fresh({b, h, n_q, call.depth}, type_of<T>());
-    Tensor grad_k = fresh({b, h, n_k, call.depth}, type_of<T>());
-    Tensor grad_v = fresh({b, h, n_k, call.width}, type_of<T>());
-    call.grad_q = grad_q.mutable_data_ptr<T>();
-    call.grad_k = grad_k.mutable_data_ptr<T>();
-    call.grad_v = grad_v.mutable_data_ptr<T>();
+    read_outputs(call, grad, lse_grad, out, top, total);
+    const SoftmaxGradients made = make_gradients(call);
     const LshKernels<T>& use = kernels().of<T>().lsh;
     const int64_t own = use.scratch(call, true);
-    in_parallel<T>(b * h, 1, own + all.arc_memory(), [&](int64_t begin, int64_t end, T* scratch) {
+    in_parallel<T>(call.items * call.heads, 1, own + all.arc_memory(), [&](int64_t begin, int64_t end, T* scratch) {
       for (int64_t unit = begin; unit < end; ++unit)
         use.backward(call, all.arcs_of(unit, reinterpret_cast<int32_t*>(scratch + own)).data(), unit, scratch);
     });
-    return std::make_tuple(grad_q, grad_k, grad_v);
+    return made;
   });
 }
 
