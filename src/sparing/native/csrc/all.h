@@ -1,4 +1,4 @@
-// All kernels for one instruction set.
+// All kernels, compiled for one instruction set, and the table of them.
 #pragma once
 
 #include "attend/attend.h"

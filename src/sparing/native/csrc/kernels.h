@@ -1,5 +1,4 @@
-// What the kernels of every instruction set look like from outside. Plain data only: this header is compiled for the
-// plainest instruction set and for the widest.
+// The tables of kernels by which ops call them. Plain data only: this header is compiled for every instruction set.
 #pragma once
 
 #include "attend/call.h"
@@ -50,7 +49,7 @@ struct Kernels {
   }
 };
 
-// Each only to be called where the machine has the instructions; null where it was not compiled in.
+// May be used only if the machine has the instructions; null if they were not compiled.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

@@ -1,5 +1,5 @@
-// Exact softmax attention over all valid keys (attend in Python). Where the keys are few, they stand in the lanes
-// (few_keys.h); else the queries do, and the keys pass by in tiles.
+// Exact softmax attention over all valid keys (attend in Python). Few keys are put into the lanes
+// (few_keys.h); otherwise the queries are, and the keys are read in tiles.
 #pragma once
 
 #include "attend/call.h"
@@ -26,7 +26,7 @@ int64_t attend_scratch(const Attend<T>& call, bool backward) {
   return attend_by_keys(call) ? FewKeys<T>{}.lay_out(call, nullptr, backward) : driver_scratch(call, backward);
 }
 
-// The valid keys of a head, as softmax_driver.h asks for them.
+// The tiles of valid keys of a head, for softmax_driver.h.
 template <class T>
 struct ValidKeys {
   const Attend<T>& call;

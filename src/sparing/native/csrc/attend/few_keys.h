@@ -1,5 +1,5 @@
-// Attention over few keys: the keys stand in the lanes. They are transposed once for many queries, whose rows, like
-// those of the output, are then used as they lie in memory.
+// Attention over few keys: the keys are in the lanes. They are transposed once for many queries, whose rows, like
+// those of the output, are then used as they are in memory.
 #pragma once
 
 #include "attend/call.h"
@@ -32,7 +32,7 @@ struct FewKeys {
   T* key_grads;     // [count][deep], then their rests
   T* value_grads;   // [count][wide], then their rests
 
-  // Sets the sizes for at most `keys` keys, lays everything out in `memory` and returns how many entries that takes.
+  // Sets the sizes for at most call.keys keys and all parts to places in `memory`; returns how many entries they take.
   int64_t lay_out(const Attend<T>& call, T* memory, bool backward) {
     columns = padded<T>(call.keys), deep = padded<T>(call.depth), wide = padded<T>(call.width);
     rows = kScores / columns;
@@ -60,7 +60,7 @@ struct FewKeys {
     return used;
   }
 
-  // Packs the valid keys of a head, and how they are used.
+  // Packs the valid keys and values of a head into panels.
   void pack(const Attend<T>& call, int64_t item, int64_t head, bool backward) {
     count = 0;
     for (int64_t j = 0; j < call.keys; ++j) count += call.sees(item, j);
@@ -157,7 +157,8 @@ void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* s
         T *scores = few.scores + r * few.columns, *slopes = few.slopes + r * few.columns;
         if (few.count) weigh(scores, few.bias, few.columns, call.norm.top[at + r]);
         const T inverse = inverse_of(call.norm.total[at + r]);
-        // What the weights' gradients are on average; where one key has all the weight, its slope is then zero.
+        // The weighted mean of the weights' gradients. Where one key has all the weight, its slope becomes exactly
+        // zero.
         const Vec<T> mean = long_sum<Vec<T>>(few.columns, lanes<T>, [&](int64_t c) {
           const Vec<T> weight = load<T>(scores + c) * inverse;
           store<T>(scores + c, weight);

@@ -26,7 +26,7 @@
 #define SPARING_REGISTERS 16
 #endif
 
-// Which intrinsics there are for whole vectors, if any.
+// The intrinsics that work on vectors of this size, if there are any.
 #if defined(__x86_64__) && SPARING_BYTES == 64 && !defined(SPARING_EMULATE_AVX512)
 #define SPARING_AVX512 1
 #elif defined(__x86_64__) && SPARING_BYTES == 32

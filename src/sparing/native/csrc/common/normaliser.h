@@ -4,7 +4,7 @@
 
 namespace sparing {
 
-// What normalises the softmax of each query, [items][heads][queries], written by the forward pass. The backward pass
+// The normalisation of each query's softmax, [items][heads][queries], written by the forward pass. The backward pass
 // computes a weight as exp(score - top) / total: the log-sum-exp of large scores is rounded to fewer digits than the
 // weights have.
 template <class T>

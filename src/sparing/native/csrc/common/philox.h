@@ -27,7 +27,7 @@ struct Philox {
     return {{c0, c1, c2, c3}};
   }
 
-  // take(index, word) for the numbers 0 to count - 1.
+  // Calls take(index, word) for the numbers 0 to count - 1.
   template <class Take>
   void words(int64_t count, const Take& take) const {
     for (int64_t first = 0; first < count; first += 4) {

@@ -1,4 +1,4 @@
-// Products of matrices that fit the cache: out = a b, with b cut into panels of columns that lie next to each other.
+// Products of matrices that fit the cache: out = a b, with the columns of b in panels, each contiguous in memory.
 #pragma once
 
 #include "common/simd.h"
@@ -10,21 +10,21 @@ namespace sparing::SPARING_ISA {
 template <class T>
 inline constexpr int64_t kPanel = kWide * lanes<T>;
 
-// A matrix as it is read, entry (i, k) at data[i * row + k * step]: step 1 for a matrix, row 1 for a transposed one.
+// A matrix whose entry (i, k) is at data[i * row + k * step]: step 1 for a matrix, row 1 for a transposed one.
 template <class T>
 struct Strided {
   const T* data;
   int64_t row, step;
 };
 
-// A matrix whose columns are read in panels: row k of panel p lies at data[p * panel + k * row].
+// A matrix whose columns are read in panels: row k of panel p is at data[p * panel + k * row].
 template <class T>
 struct Panels {
   const T* data;
   int64_t panel, row;
 };
 
-// Panels that lie next to each other, each with its `depth` rows: best where there are many columns.
+// Panels one after the other, each with its `depth` rows: the faster layout for many columns.
 template <class T>
 SPARING_INLINE Panels<T> in_panels(const T* data, int64_t depth) {
   return {data, kPanel<T> * depth, kPanel<T>};
@@ -75,7 +75,7 @@ void product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64_t co
   }
 }
 
-// The same for a long sum, which starts at zero; `rest` says where those of the rows of `out` stand.
+// The same for a long sum over k (see sums.h). The rest of an entry of `out` is `rest` entries after it.
 template <class T>
 void long_product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64_t columns, T* out, int64_t out_row,
                   int64_t rest) {
@@ -96,7 +96,7 @@ void pack_row(const T* row, int64_t width, int64_t k, int64_t depth, T* panels) 
   }
 }
 
-// One column of such a matrix, times a factor; zeros for no column.
+// One column of such a matrix, times a factor; zeros if `column` is null.
 template <class T>
 void pack_column(const T* column, T factor, int64_t j, int64_t depth, T* panels) {
   T* to = panels + j / kPanel<T> * kPanel<T> * depth + j % kPanel<T>;

@@ -4,9 +4,9 @@
 namespace sparing {
 namespace {
 
-constexpr int64_t kGrain = 4096;  // blocks of numbers that are worth a thread
+constexpr int64_t kGrain = 4096;  // blocks of numbers of a task, at least
 
-// [heads, count] numbers, make(word) for the words of each stream.
+// Returns [heads, count] numbers: make(word) for the first words of each stream.
 template <class Number, class Make>
 Tensor draw(const Tensor& streams, int64_t seed, int64_t purpose, int64_t count, const Make& make) {
   STD_TORCH_CHECK(streams.dim() == 1, "streams must have 1 axis");

@@ -1,4 +1,4 @@
-// Sums of a few rows out of many.
+// Weighted sums of rows that are chosen by a list.
 #pragma once
 
 #include "common/simd.h"
@@ -7,13 +7,14 @@
 
 namespace sparing::SPARING_ISA {
 
-// Brings a row near that is needed soon.
+// Prefetches a row.
 template <class T>
 SPARING_INLINE void fetch(const T* row, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
 }
 
-// sums[e] += sum_c weights[c] rows[list[c]][e] for e < width; rows are `stride` apart, rests `rest` after the sums
+// sums[e] += sum_c weights[c] rows[list[c]][e] for e < width; rows are `stride` entries apart, rests `rest` entries
+// after their sums
 template <class T>
 SPARING_INLINE void add_rows(const T* weights, const Int<T>* list, int64_t count, const T* rows, int64_t stride,
                              int64_t width, T* sums, int64_t rest) {

@@ -1,6 +1,6 @@
 // Vectors of SPARING_BYTES bytes, written with the compiler's vector extension, so that one source serves every
-// instruction set. Nothing here, nor in any other kernel, may come from the standard
-// library, because an inline function of it, compiled for a wide instruction set, could be linked into the others.
+// instruction set. No kernel may use functions of the standard library: an inline function, compiled for a wide
+// instruction set, could be linked into the code of the others.
 #pragma once
 
 #include "common/isa.h"
@@ -68,7 +68,7 @@ SPARING_INLINE T sum(Vec<T> x) {
   return total;
 }
 
-// Two whole numbers of 16 bits stand in each lane: a0 b0 + a1 b1
+// Each lane holds two 16-bit integers: a0 b0 + a1 b1
 SPARING_INLINE Vec<int32_t> pair_products(Vec<int32_t> a, Vec<int32_t> b) {
 #if defined(SPARING_AVX512)
   return reinterpret_cast<Vec<int32_t>>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
@@ -88,7 +88,7 @@ SPARING_INLINE T largest(Vec<T> x) {
   return top;
 }
 
-// Whether any lane of a comparison holds.
+// Whether any lane of a comparison is true.
 template <class T>
 SPARING_INLINE bool any(IntVec<T> mask) {
   Int<T> seen = 0;
@@ -96,8 +96,8 @@ SPARING_INLINE bool any(IntVec<T> mask) {
   return seen != 0;
 }
 
-// Bit i says whether lane i of a comparison holds. The compiler's own code for this takes the lanes out one by one,
-// which costs more than the scores that are compared.
+// Bit i is set if lane i of a comparison is true. Code that compilers generate for this extracts the lanes one by one,
+// which costs more than computing the scores that are compared.
 template <class T>
 SPARING_INLINE uint32_t held(IntVec<T> mask) {
 #if defined(SPARING_AVX512)
@@ -117,8 +117,8 @@ SPARING_INLINE uint32_t held(IntVec<T> mask) {
 #endif
 }
 
-// exp, to about one unit in the last place. Arguments below the range of normal numbers (also -inf) give 0, those
-// above 88 (709 in double precision) the result for 88 (709); NaN is not expected.
+// exp, to about one unit in the last place. Arguments below the range of normal numbers (also -inf) give 0;
+// those above 88 (709 in double precision) are taken as 88 (709). Arguments must not be NaN.
 SPARING_INLINE Vec<float> exponential(Vec<float> x) {
   constexpr float low = -87.336540f, high = 88.0f;
   const IntVec<float> tiny = x < low;
@@ -166,7 +166,7 @@ SPARING_INLINE Vec<double> exponential(Vec<double> x) {
   return tiny ? Vec<double>{} : p * reinterpret_cast<Vec<double>>((whole + 1023) << 52);
 }
 
-// exp of numbers that are not positive, -inf included, by fewer steps than exponential()
+// exp of numbers that are not positive, including -inf, in fewer steps than exponential()
 SPARING_INLINE Vec<float> exponential_below(Vec<float> x) {
   constexpr float round = 12582912.0f;  // as in exponential()
   const Vec<float> shifted = x * 1.44269504088896341f + round;
@@ -196,7 +196,7 @@ struct NumbersBelow<0, all...> {
 };
 #endif
 
-// a0 b0 a1 b1 ... of the first halves of two vectors, or of their second halves
+// a0 b0 a1 b1 ... from the first halves of two vectors, or from their second halves
 template <class T, int half>
 SPARING_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
 #if defined(__clang__)
@@ -210,7 +210,7 @@ SPARING_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// Rows become columns.
+// Transposes a square of lanes<T> vectors.
 template <class T>
 SPARING_INLINE void turn(Vec<T>* square) {
   constexpr int N = lanes<T>;

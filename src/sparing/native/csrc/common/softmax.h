@@ -16,25 +16,25 @@ struct Block {
   T* sums;               // [width][kRows], then their rests
   T* scores;             // [kKeys][kRows]
   T* top;                // [kRows] largest score so far
-  T* total;              // [kRows] sum of exp(score - top), then their rests; backward: what weights are multiplied by
-  T* delta;              // [kRows] what slopes are reduced by, backward only
+  T* total;              // [kRows] sum of exp(score - top), then their rests; backward: 1 / total
+  T* delta;              // [kRows] subtracted from the slopes, backward only
   T* slopes;             // [kKeys][kRows], backward only
   T* grads;              // [width][kRows] gradient of the output, backward only
   T* query_grads;        // [depth][kRows], then their rests, backward only
   T* query_rows;         // [kRows][padded depth], backward only
   T* grad_rows;          // [kRows][padded width], backward only
-  int64_t used = kRows;  // lanes that hold queries, in whole strips; the others are left alone
+  int64_t used = kRows;  // lanes that hold queries, in whole strips; the others are not touched
 
   void use(int64_t queries) { used = padded<T>(queries); }
 
-  // Multiplies what the lanes from r on have summed up.
+  // Multiplies all sums of the vector of lanes at r.
   SPARING_INLINE void shrink(int r, Vec<T> factor) {
     for (int i = 0; i < 2; ++i) store<T>(total + i * kRows + r, load<T>(total + i * kRows + r) * factor);
     for (int64_t e = 0; e < 2 * width; ++e) store<T>(sums + e * kRows + r, load<T>(sums + e * kRows + r) * factor);
   }
 };
 
-// Lays the parts of a block out in `memory` (64-byte aligned) and returns how many entries they need.
+// Sets the parts of a block to places in `memory` (64-byte aligned) and returns how many entries they take.
 template <class T>
 int64_t lay_out(Block<T>* block, T* memory, bool backward) {
   int64_t used = 0;
@@ -81,9 +81,9 @@ void start(Block<T>& block) {
   for (int r = 0; r < kRows; ++r) block.top[r] = kNever<T>;
 }
 
-// What a block sees of a tile of keys. masks: whether mask(key, first lane) has to be asked, true in the lanes that see
-// the key. trim(), where there is one: narrows the range of keys to those that some lane of a strip sees. open(), where
-// there is one: whether all lanes see the key.
+// Masks say which queries of a block see which keys of a tile. mask(key, first lane) is true in the lanes that see the
+// key; `masks` is false if all do, and it is then not called. Optional: trim() narrows a range of keys to those that
+// some lane of a strip sees, and open() tells whether all lanes see a key.
 struct SeesAll {
   static constexpr bool masks = false;
 };
@@ -116,7 +116,7 @@ SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, Range r
     }
 }
 
-// Adds the values of `count` <= kKeys keys, each with weight exp(score), to what the block has seen.
+// Adds the values of `count` <= kKeys keys, each with weight exp(score), to the sums of the block.
 template <class T, class Mask>
 void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask) {
   for (int strip = 0; strip < block.used; strip += kStrip<T>) {
@@ -144,20 +144,19 @@ void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64
   }
 }
 
-// What weights are multiplied by that add up to `total`; zero where nothing is seen.
+// 1 / total, or 0 for a query that sees nothing.
 template <class T>
 SPARING_INLINE T inverse_of(T total) {
   return total == T(0) ? T(0) : T(1) / total;
 }
 
-// -inf where nothing is seen.
+// -inf for a query that sees nothing.
 template <class T>
 SPARING_INLINE T log_sum_exp(T top, T total) {
   return total == T(0) ? kNever<T> : T(__builtin_log(double(total)) + double(top));
 }
 
-// Writes the outputs of the first `count` lanes, their log-sum-exp and what normalised them; a lane that saw nothing
-// gives zeros and -inf.
+// Writes output, log-sum-exp and normaliser of the first `count` lanes; zeros and -inf for a lane that saw nothing.
 template <class T>
 void finish(Block<T>& block, int64_t count, T* const* out, T* lse, const Normaliser<T>& norm) {
   for (int64_t r = 0; r < count; ++r) {
@@ -167,7 +166,7 @@ void finish(Block<T>& block, int64_t count, T* const* out, T* lse, const Normali
   }
 }
 
-// Prepares a backward pass: lanes beyond `count` get weight zero everywhere.
+// Prepares a backward pass; all weights are zero in lanes from `count` on.
 template <class T>
 void start_backward(Block<T>& block, const T* const* queries, const T* const* grads, const T* const* out,
                     const Normaliser<T>& norm, const T* lse_grads, int64_t count) {
@@ -181,8 +180,8 @@ void start_backward(Block<T>& block, const T* const* queries, const T* const* gr
   rows(grads, block.width, block.grad_rows);
   transpose<T>(grads, count, block.width, T(1), block.grads);
   clear(block.query_grads, 2 * block.depth * kRows);
-  // The same products as those of the slopes, of which the diagonal counts: where one key has all the weight, output
-  // and value are the same numbers, and the slope is exactly zero, as it should be.
+  // delta is the diagonal of products that are computed like the slopes: where one key has all the weight, output and
+  // value are the same numbers, and the slope is then exactly zero.
   static_assert(kStrip<T> <= kKeys && kRows % kStrip<T> == 0);
   for (int64_t strip = 0; strip < count; strip += kStrip<T>) {
     const int64_t some = count - strip < kStrip<T> ? count - strip : kStrip<T>;
@@ -198,9 +197,9 @@ void start_backward(Block<T>& block, const T* const* queries, const T* const* gr
   }
 }
 
-// Adds what `count` keys get and give: d value = weight * grad, d score = weight * (grad . value - delta), and from
-// that the gradients of query and key (without the scale). The rows of the gradients are padded; `rest` says where the
-// rests of those of keys and values stand.
+// Adds the gradients through `count` keys: d value = weight * grad, d score = weight * (grad . value - delta), and from
+// that the gradients of query and key (without the scale). The rows of the gradients are padded, and the rest of
+// an entry of key_grads or value_grads is `rest` entries after it.
 template <class T, class Mask>
 void absorb_backward(Block<T>& block, const T* const* keys, const T* const* values, int64_t count, const Mask& mask,
                      T* const* key_grads, T* const* value_grads, int64_t rest) {

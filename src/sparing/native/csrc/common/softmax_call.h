@@ -1,4 +1,4 @@
-// What every softmax attention with a gradient is given: attend, window and lsh. Plain data only; see kernels.h.
+// The arguments that attend, window and lsh share. Plain data only; see kernels.h.
 #pragma once
 
 #include "common/normaliser.h"

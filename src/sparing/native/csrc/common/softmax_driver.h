@@ -28,11 +28,11 @@ int64_t softmax_blocks(const SoftmaxCall<T>& call) {  // of one head
 }
 
 template <class T>
-int64_t softmax_tasks(const SoftmaxCall<T>& call, bool backward) {  // blocks, or heads
+int64_t softmax_tasks(const SoftmaxCall<T>& call, bool backward) {  // blocks; backward: heads
   return call.items * call.heads * (backward ? 1 : softmax_blocks(call));
 }
 
-// Without what tiles() may use, which lies behind it.
+// Working memory in entries of T, without the spare memory of tiles(), which comes after it.
 template <class T>
 int64_t driver_scratch(const SoftmaxCall<T>& call, bool backward) {
   const int64_t grads = backward ? 2 * call.keys * (padded<T>(call.depth) + padded<T>(call.width)) : 0;

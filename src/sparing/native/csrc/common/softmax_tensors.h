@@ -39,7 +39,7 @@ SoftmaxOutputs make_outputs(SoftmaxCall<T>& call) {
   return {out, lse, top, total};
 }
 
-// What the backward pass reads of the forward pass, and the gradients that came in.
+// Sets what the backward pass reads: results of the forward pass and their gradients.
 template <class T>
 void read_outputs(SoftmaxCall<T>& call, const Tensor& grad, const Tensor& lse_grad, const Tensor& out,
                   const Tensor& top, const Tensor& total) {
@@ -51,7 +51,7 @@ void read_outputs(SoftmaxCall<T>& call, const Tensor& grad, const Tensor& lse_gr
   call.norm = {const_cast<T*>(packed<T>("top", top, {b, h, m})), const_cast<T*>(packed<T>("total", total, {b, h, m}))};
 }
 
-// Of q, k and v.
+// (gradients of q, k and v)
 using SoftmaxGradients = std::tuple<Tensor, Tensor, Tensor>;
 
 template <class T>

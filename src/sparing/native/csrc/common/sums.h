@@ -1,7 +1,7 @@
 // Sums over many tokens. One running sum of 10^5 numbers in float32 loses three digits, so every long sum has two
-// levels: at most kRun numbers are added from zero, and what they come to is added to a running sum that hands what
-// rounding took from it, its rest, to the next addition (Kahan, with Knuth's sum of two numbers, which is exact for any
-// sizes). The error then does not grow with the length, and adding zero changes nothing.
+// levels: at most kRun numbers are summed plainly, and the results are added up with compensation (Kahan's algorithm
+// with Knuth's TwoSum, which is exact for any magnitudes): what rounding removes from the sum is its rest, which is
+// added to the next term. The error then does not grow with the length, and adding zero changes nothing.
 #pragma once
 
 #include "common/simd.h"
@@ -22,7 +22,7 @@ struct Running {
   }
 };
 
-// The same in memory. rest: how many entries after a sum its rest stands; 0: it has none, for sums of few terms.
+// The same in memory. The rest of a sum is `rest` entries after it; 0: no compensation, for sums of few terms.
 template <class T>
 SPARING_INLINE void add_to(T* sum, int64_t rest, Vec<T> x) {
   if (!rest) return store<T>(sum, load<T>(sum) + x);
@@ -31,7 +31,7 @@ SPARING_INLINE void add_to(T* sum, int64_t rest, Vec<T> x) {
   store<T>(sum, total.sum), store<T>(sum + rest, total.rest);
 }
 
-// Calls visit(begin, end) for runs of at most `most` of `count`.
+// Calls visit(begin, end) for runs of at most `most` indices from 0 to count - 1.
 template <class Visit>
 SPARING_INLINE void in_runs(int64_t count, int64_t most, const Visit& visit) {
   for (int64_t begin = 0; begin < count; begin += most) visit(begin, begin + most < count ? begin + most : count);

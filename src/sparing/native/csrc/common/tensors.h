@@ -1,4 +1,4 @@
-// Tensors as the kernels see them, with every size checked first.
+// Conversion of tensors to what kernels take. Every size is checked before a pointer is used.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -55,14 +55,14 @@ inline void check_sizes(const char* name, const Tensor& tensor, std::initializer
   STD_TORCH_CHECK(fits, name, " does not have the sizes that the other arguments imply");
 }
 
-// [items, heads, tokens, any], entries of a token next to each other.
+// [items, heads, tokens, width]; the entries of a token must be contiguous.
 template <class T>
 Tokens<const T> tokens(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
                        int64_t width) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
   STD_TORCH_CHECK(tensor.scalar_type() == type_of<T>(), name, " has another dtype than the first argument");
   check_sizes(name, tensor, {items, heads, count, width});
-  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have adjacent entries in the last axis");
+  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have contiguous entries in the last axis");
   return {tensor.const_data_ptr<T>(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
@@ -81,7 +81,7 @@ inline const uint8_t* mask(const char* name, const std::optional<Tensor>& tensor
   return tensor ? reinterpret_cast<const uint8_t*>(packed<bool>(name, *tensor, {items, count})) : nullptr;
 }
 
-// On the CPU. Past the dispatcher: a step of decoding spends a tenth of its time there otherwise.
+// Allocates a tensor on the CPU without the dispatcher, in which a decoding step would spend a tenth of its time.
 inline Tensor fresh(std::initializer_list<int64_t> sizes, ScalarType type) {
   std::vector<int64_t> strides(sizes.size());
   int64_t entries = 1;
@@ -105,13 +105,13 @@ class Scratch {
   }
 
  private:
-  // Random access to many megabytes spends its time in page tables, unless pages are large.
+  // Large pages: random access to many megabytes otherwise spends its time in page tables.
   static char* allocate(size_t bytes) {
     constexpr size_t kPage = size_t(2) << 20;
     const size_t unit = bytes >= 4 * kPage ? kPage : 64, size = (bytes + 64 + unit - 1) / unit * unit;
     char* memory = static_cast<char*>(std::aligned_alloc(unit, size));
 #if defined(__linux__)
-    if (memory && unit == kPage) madvise(memory, size, MADV_HUGEPAGE);  // a hint; where it fails nothing is lost
+    if (memory && unit == kPage) madvise(memory, size, MADV_HUGEPAGE);  // only a hint: its failure can be ignored
 #endif
     return memory;
   }
@@ -119,8 +119,8 @@ class Scratch {
   std::unique_ptr<char, void (*)(void*)> memory_;
 };
 
-// work(begin, end, scratch) over all tasks, each thread with scratch memory of its own. What a task computes must not
-// depend on which thread runs it or which tasks that thread ran before.
+// Calls work(begin, end, scratch) for all tasks, in parallel, with scratch memory for each thread. What a task computes
+// must not depend on which thread runs it or which tasks that thread ran before.
 template <class T, class Work>
 void in_parallel(int64_t tasks, int64_t grain, int64_t scratch, const Work& work) {
   std::atomic<bool> starved{false};
@@ -134,7 +134,7 @@ void in_parallel(int64_t tasks, int64_t grain, int64_t scratch, const Work& work
   STD_TORCH_CHECK(!starved, "there is not enough memory for ", scratch * int64_t(sizeof(T)), " bytes per thread");
 }
 
-// fn.template operator()<T>() for the floating type of a tensor.
+// Calls fn.template operator()<T>() with the floating-point type of a tensor.
 template <class Fn>
 auto with_type(const char* name, const Tensor& tensor, const Fn& fn) {
   if (tensor.scalar_type() == ScalarType::Double) return fn.template operator()<double>();

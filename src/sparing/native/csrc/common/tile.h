@@ -1,6 +1,6 @@
-// Products of small tiles, from registers. Queries stand in the lanes of the vectors: a tile of scores is stored as
-// [key][query], so that a softmax over the keys needs no sum across lanes, keys and values are read as they lie in
-// memory (or are gathered through pointers), and only the block of queries is transposed, once.
+// Products of small tiles, accumulated in registers. Queries are in the lanes of the vectors: a tile of scores is
+// stored as [key][query], so that a softmax over the keys needs no sum across lanes, keys and values are read as they
+// lie in memory (or are gathered through pointers), and only the block of queries is transposed, once.
 #pragma once
 
 #include "common/isa.h"
@@ -12,7 +12,7 @@ namespace sparing::SPARING_ISA {
 inline constexpr int kRows = 64;  // queries of a block
 inline constexpr int kKeys = 48;  // keys of a tile: the scores of a block against it fill 12 KiB in float32
 
-// Accumulators that fit the registers: kDepth x kWide vectors, and room for what is multiplied into them.
+// Accumulators that fit the registers: kDeep x kWide vectors, and registers for their factors.
 inline constexpr int kWide = 2;
 inline constexpr int kDeep = SPARING_REGISTERS == 32 ? 12 : 6;
 
@@ -82,7 +82,7 @@ SPARING_INLINE void in_tiles(int64_t count, const Tile& tile) {
   }
 }
 
-// The columns that a tile works on at once; kRows is a multiple.
+// The columns that a tile works on at once; kRows is a multiple of it.
 template <class T>
 inline constexpr int kStrip = kWide * lanes<T>;
 
@@ -99,13 +99,13 @@ void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, con
   in_tiles<kDeep>(width, [&]<int M>(int64_t e) { sum_tile<T, M>(rows, e, count, weights, sums + e * kRows, rest); });
 }
 
-// The same for the first `used` columns, a number of whole strips.
+// The same for the first `used` columns, a multiple of the strip.
 template <class T>
 void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used = kRows) {
   for (int64_t r = 0; r < used; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
 }
 
-// The same for the first `used` columns, and not many more.
+// The same for the first `used` columns, rounded up to a vector instead of a strip.
 template <class T>
 void dots_narrow(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used) {
   int64_t r = 0;

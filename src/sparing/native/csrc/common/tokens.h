@@ -4,7 +4,7 @@
 
 namespace sparing {
 
-// Tokens of all heads: entry x of a token lies at data[item * item_step + head * head_step + token * token_step + x].
+// Tokens of all heads: entry x of a token is at data[item * item_step + head * head_step + token * token_step + x].
 template <class T>
 struct Tokens {
   T* data;

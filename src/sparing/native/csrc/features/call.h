@@ -1,12 +1,12 @@
-// What the kernels of features take; included by kernels.h.
+// Attention through features, phi(q) . phi(k). Included by kernels.h.
 #pragma once
 
 #include "common/tokens.h"
 
 namespace sparing {
 
-// phi_f(x), the weight that token x gives to feature f, is known up to a factor per token where a map has large or
-// tiny values: phi_f(x) = entry * exp(log(x)).
+// phi_f(x), the weight that token x gives to feature f, is stored with a factor per token, because some maps have large
+// and tiny values: phi_f(x) = entry * exp(log(x)).
 enum class FeatureMap : int64_t {
   gaussian,     // exp(factor |x - p_f|^2)
   exponential,  // exp(p_f . y - |y|^2 / 2), y = factor x
@@ -26,7 +26,7 @@ struct Featured {
 };
 
 // sums[f] = sum_j phi_f(x_j) values[j] and mass[f] = sum_j phi_f(x_j) over the valid tokens, divided by exp(level).
-// Chunks of tokens are summed apart, then together in their order: any number of threads gives the same bits.
+// Chunks of tokens are summed separately, then together in order, so that any number of threads gives the same bits.
 template <class T>
 struct FeatureSums {
   Featured<T> from;
@@ -37,7 +37,7 @@ struct FeatureSums {
   T *sums, *mass, *level;                 // [items][heads] of [features][width], [features], one
 };
 
-// out[i] = sum_f phi_f(x_i) table[f], divided by total[i] = sum_f phi_f(x_i) mass[f]; undivided where mass is null.
+// out[i] = sum_f phi_f(x_i) table[f], divided by total[i] = sum_f phi_f(x_i) mass[f]; not divided if mass is null.
 template <class T>
 struct FeatureMix {
   Featured<T> from;
@@ -65,7 +65,7 @@ struct FeatureGrads {
 };
 
 // out[i] = sum_{j <= i} w_ij values[j], w_ij = sum_f phi_f(q_i) phi_f(k_j), divided by their sum (`divide`) or, where
-// the map has a log, by exp(largest log of a key that row i sees). Query and key i stand at the same position.
+// the map has a log, by exp(largest log of a key that row i sees). Query and key i are at the same position.
 template <class T>
 struct FeatureCausal {
   Featured<T> q, k;  // with the same points

@@ -1,6 +1,6 @@
-// Causal attention through features: blocks of queries meet their own keys pair by pair, all earlier keys through a
-// running state. Row i is divided by exp(level_i), level_i the largest log of a key that it sees, so that nothing in
-// row i depends on a later key.
+// Causal attention through features: queries are multiplied with the keys of their own block pair by pair, and with
+// all earlier keys through a running state. Row i is divided by exp(level_i), level_i the largest log of a key that it
+// sees, so that nothing in row i depends on a later key.
 #pragma once
 
 #include "common/simd.h"
@@ -12,7 +12,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// A block of queries, and the valid keys that stand at the same positions.
+// A block of queries, and the valid keys at the same positions.
 template <class T>
 struct CausalBlock {
   FeatureBlock<T> q, k;
@@ -106,7 +106,7 @@ void scale_lanes(T* columns, int64_t count, const T* factors) {
     }
 }
 
-// factors[r] = exp(log - level_r): what the state's numbers are worth in each row.
+// factors[r] = exp(log - level_r): the factor of the state in each row.
 template <class T>
 void state_factors(const CausalBlock<T>& block, T log, T* factors) {
   for (int r = 0; r < kRows; r += lanes<T>)

@@ -1,5 +1,5 @@
 // Gradients of causal attention through features: queries in one pass from the first block to the last, with the state
-// of the forward pass; keys and values in one from the last to the first, with a state of what later rows ask for.
+// of the forward pass; keys and values in one from the last to the first, with a state that sums over later rows.
 #pragma once
 
 #include "common/simd.h"
@@ -23,7 +23,7 @@ struct CausalGrads {
   T* turned;      // [kRows][kRows] slopes of pairs, [query][key]
   T* grad_x;      // [depth][kRows]
   T* levels;      // [queries] level_i of the whole head
-  T unit[kRows];  // what belongs to the total: minus gradient . output / total
+  T unit[kRows];  // gradient of the total: minus gradient . output / total
 };
 
 template <class T>
@@ -48,7 +48,7 @@ int64_t feature_causal_grads_scratch(const FeatureCausal<T>& call) {
   return supply.used;
 }
 
-// The gradients that the rows of the block were given.
+// Loads the gradients of the block's rows.
 template <class T>
 void load_grads(const FeatureCausal<T>& call, int64_t unit, const CausalBlock<T>& block, CausalGrads<T>& grads) {
   const T* rows[kRows];
@@ -69,8 +69,8 @@ void load_grads(const FeatureCausal<T>& call, int64_t unit, const CausalBlock<T>
   pad_rows<T>(rows, block.queries, kRows, call.width, scale, grads.grad_rows);
 }
 
-// From the derivatives with respect to phi to those with respect to the tokens. slopes_of(f, some, slopes) finds the
-// first.
+// Computes the derivatives with respect to the tokens from those with respect to phi, which slopes_of(f, some, slopes)
+// computes.
 template <class T, class Slopes>
 SPARING_INLINE void pass_to_tokens(const Featured<T>& from, int64_t item, int64_t head, const FeatureBlock<T>& features,
                                    bool square, CausalGrads<T>& grads, const Slopes& slopes_of) {
@@ -154,7 +154,7 @@ void query_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& blo
   }
 }
 
-// Here the keys stand in the lanes. The state holds sum_i phi_f(q_i) gradient_i exp(state.level - level_i) over the
+// Here the keys are in the lanes. The state holds sum_i phi_f(q_i) gradient_i exp(state.level - level_i) over the
 // rows of later blocks, where state.level, that of the first of them, is the lowest.
 template <class T>
 void key_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& block, CausalGrads<T>& grads) {
@@ -177,7 +177,7 @@ void key_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& block
       dots<T>(rows, block.queries, call.width, grads.values, grads.turned);
       for (int64_t i = 0; i < block.queries; ++i)
         for (int r = 0; r < kRows; r += lanes<T>) {
-          Vec<T> place = all(T(kRows));  // lanes without a key are seen by nobody
+          Vec<T> place = all(T(kRows));  // no query sees a lane without a key
           for (int l = 0; l < lanes<T>; ++l)
             if (r + l < block.keys) place[l] = T(block.places[r + l]);
           T *pair = block.pairs + i * kRows + r, *slope = grads.turned + i * kRows + r;
@@ -208,7 +208,7 @@ void key_grads(const FeatureCausal<T>& call, int64_t unit, CausalBlock<T>& block
       write_grads<T>(grads.grad_x, call.k.depth, block.keys, block.places, token_factor(call.k),
                      call.grad_k + (unit * call.k.tokens + first) * call.k.depth);
     }
-    if (block.level[0] == kNever<T>) return;  // no valid key stands before this block
+    if (block.level[0] == kNever<T>) return;  // there is no valid key before this block
     const T shrink = first + kRows < call.q.tokens ? exponential_of<T>(block.level[0] - state.level) : T(0);
     state.shrink(shrink);
     state.level = block.level[0];

@@ -1,4 +1,4 @@
-// The kernels of features, in parts.
+// The kernels of attention through features.
 #pragma once
 
 #include "common/tile.h"

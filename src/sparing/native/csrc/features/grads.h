@@ -1,4 +1,4 @@
-// Gradients of sums through features: phi is formed again, block by block.
+// Gradients of sums through features: phi is computed again, block by block.
 #pragma once
 
 #include "common/simd.h"
@@ -11,7 +11,7 @@
 namespace sparing::SPARING_ISA {
 
 // sums[e][.] += sum_c (rows[c][first + e] - columns[e][.]) weights[c][.] for e < M and one strip: from the differences,
-// because near pairs of long vectors cancel
+// because nearly equal long vectors cancel
 template <class T, int M>
 SPARING_INLINE void pull_tile(const T* const* rows, int64_t first, int64_t count, const T* columns, const T* weights,
                               T* out) {
@@ -66,7 +66,7 @@ void push(const T* weights, int64_t count, const T* tokens, int64_t stride, cons
     });
 }
 
-// Rows copied to padded ones, each times a factor; zeros beyond `count`.
+// Copies rows to padded ones, each times a factor; rows from `count` on are zeros.
 template <class T>
 void pad_rows(const T* const* rows, int64_t count, int64_t total, int64_t width, const T* factors, T* to) {
   const int64_t wide = padded<T>(width);
@@ -88,7 +88,7 @@ struct GradBlock {
   T* point_rows;   // [features][padded depth], only for gaussian
   T share[kRows];  // factor of phi in each lane
   T scale[kRows];  // factor of `left`
-  T unit[kRows];   // what `left` has beside its entries: the partner of the mass
+  T unit[kRows];   // the factor of the mass, as `left` is that of the sums
 };
 
 template <class T>
@@ -114,7 +114,7 @@ int64_t feature_grads_scratch(const FeatureGrads<T>& call) {
   return supply.used;
 }
 
-// What each of the `count` tokens contributes with; lanes beyond them contribute nothing.
+// Sets share, scale and unit of each of the `count` tokens; zero in the other lanes.
 template <class T>
 void weigh_lanes(const FeatureGrads<T>& call, int64_t unit, const int64_t* places, const T* const* left, int64_t count,
                  const FeatureBlock<T>& features, GradBlock<T>& block) {
@@ -208,7 +208,7 @@ void grads_of_block(const FeatureGrads<T>& call, int64_t task, const int64_t* pl
     }
   });
 
-  // The term -|y|^2 / 2 of the exponent; in a quotient it cancels.
+  // The term -|y|^2 / 2 of the exponent, which cancels in a quotient.
   if (from.map == FeatureMap::exponential && !call.mixing)
     for (int64_t k = 0; k < from.depth; ++k)
       for (int r = 0; r < kRows; r += lanes<T>) {

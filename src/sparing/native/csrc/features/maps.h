@@ -1,4 +1,4 @@
-// The features of a block of tokens, formed in scratch memory, used and forgotten.
+// The features of a block of tokens, which exist only in scratch memory.
 #pragma once
 
 #include "common/simd.h"
@@ -14,7 +14,7 @@ struct FeatureBlock {
   T* columns;  // [depth][kRows] the tokens
   T* phi;      // [features][kRows]
   T* log;      // [kRows]
-  T* one;      // [kRows] what stands for 1 in phi; set by elu
+  T* one;      // [kRows] what represents 1 in phi; set by elu
 };
 
 // Hands out scratch memory; with memory == nullptr it only counts.
@@ -35,7 +35,7 @@ FeatureBlock<T> feature_block(Supply<T>& supply, const Featured<T>& from) {
   return {supply.take(from.depth * kRows), supply.take(from.features * kRows), supply.take(kRows), supply.take(kRows)};
 }
 
-// Calls visit(first feature, how many) for tiles of features that fit the first cache together with what they meet.
+// Calls visit(first feature, how many) for tiles of features that fit the L1 cache together with their block.
 template <class Visit>
 SPARING_INLINE void in_feature_tiles(int64_t features, const Visit& visit) {
   for (int64_t f = 0; f < features; f += kKeys) visit(f, features - f < kKeys ? features - f : int64_t(kKeys));
@@ -109,7 +109,7 @@ void exponential_features(const Featured<T>& from, int64_t item, int64_t head, F
   }
 }
 
-// 2^-n for the largest 2^n that is not above x >= 1, and log(2^n).
+// Returns 2^-n and log(2^n) for the largest 2^n <= x, for x >= 1.
 template <class T>
 SPARING_INLINE Vec<T> inverse_power(Vec<T> x, Vec<T>* log) {
   constexpr Int<T> digits = sizeof(T) == 4 ? 23 : 52, bias = sizeof(T) == 4 ? 127 : 1023;
@@ -118,8 +118,8 @@ SPARING_INLINE Vec<T> inverse_power(Vec<T> x, Vec<T>* log) {
   return reinterpret_cast<Vec<T>>((bias - n) << digits);
 }
 
-// Where all entries are negative, exp(largest entry) goes to the logarithm, so that they do not underflow together;
-// where some are large, a power of two does.
+// Where all entries are negative, exp(largest entry) is moved to `log`, so that not all of them underflow; where some
+// are large, a power of two is.
 template <class T, bool shifted>
 void elu_features(const Featured<T>& from, FeatureBlock<T>& block) {
   for (int r = 0; r < kRows; r += lanes<T>) {
@@ -139,7 +139,7 @@ void elu_features(const Featured<T>& from, FeatureBlock<T>& block) {
   }
 }
 
-// The features of `count` tokens. Lanes beyond them hold finite numbers without a meaning.
+// The features of `count` tokens. The other lanes hold arbitrary finite numbers.
 template <class T>
 void features_of(const Featured<T>& from, int64_t item, int64_t head, const T* const* tokens, int64_t count,
                  FeatureBlock<T>& block) {

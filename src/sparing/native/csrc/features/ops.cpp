@@ -6,7 +6,7 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-// Tokens with their map; `points` is there exactly where the map has some.
+// Tokens with their map; `points` must be given exactly if the map has points.
 template <class T>
 Featured<T> featured(const char* name, const Tensor& x, const Optional& points, int64_t map, double factor) {
   STD_TORCH_CHECK(map >= 0 && map < int64_t(FeatureMap::count), "map is not one of the known ones");
@@ -27,7 +27,7 @@ Featured<T> featured(const char* name, const Tensor& x, const Optional& points, 
   return from;
 }
 
-// Chunks of eight tokens or more for each feature: what is summed for each of them takes little memory.
+// At least eight tokens per feature in a chunk, so that the sums of all chunks take little memory.
 template <class Call>
 void cut(Call& call) {
   const int64_t features = call.from.features, tokens = call.from.tokens;

@@ -10,7 +10,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// Sums over keys that grow block by block, each weight divided by exp(level).
+// Sums over keys, to which blocks are added; each weight is divided by exp(level).
 template <class T>
 struct FeatureState {
   int64_t features, width;
@@ -18,7 +18,7 @@ struct FeatureState {
   T* mass;       // [features][lanes], one number for each lane of the blocks, then their rests
   T* rows;       // [kRows][padded width] weighted values of a block
   T* share;      // [kRows] factor of each lane
-  int64_t rest;  // where the rests of the sums stand: after them, or nowhere where few blocks are summed
+  int64_t rest;  // how far after the sums their rests are; 0: no compensation, for few blocks
   T level;
 
   int64_t summed() const { return features * padded<T>(width) + rest; }  // entries of sums and rests
@@ -28,7 +28,7 @@ struct FeatureState {
     for (int64_t i = 0; i < 2 * features * lanes<T>; ++i) mass[i] *= factor;
   }
 
-  // Adds to the mass of a feature what a block of tokens weighs.
+  // Adds the weights of a block of tokens to the mass of a feature.
   SPARING_INLINE void add_mass(int64_t feature, const T* phi, const T* factors) {
     Vec<T> part{};
     for (int r = 0; r < kRows; r += lanes<T>) part += load<T>(phi + r) * load<T>(factors + r);
@@ -61,7 +61,7 @@ SPARING_INLINE T exponential_of(T x) {
   return exponential(all(x))[0];
 }
 
-// Divides the state by exp(level - its own level).
+// Raises the level of the state, and scales its sums accordingly.
 template <class T>
 void raise_level(FeatureState<T>& state, T level) {
   if (level <= state.level) return;
@@ -135,7 +135,7 @@ void feature_sums(const FeatureSums<T>& call, int64_t begin, int64_t end, T* scr
   }
 }
 
-// to[i] = factor * sum over the chunks of a head of their rows, each chunk times its share; null: 1
+// to[i] = factor * the sum of row i over the chunks of a head, each chunk times its share (null: 1)
 template <class T>
 void merge_rows(const T* parts, const T* shares, int64_t chunks, int64_t rows, int64_t width, int64_t stride, T factor,
                 T* to) {

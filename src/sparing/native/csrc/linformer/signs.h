@@ -1,5 +1,5 @@
-// Products with a matrix of random signs (sign_projection in Python). The rows to be added are taken four at a time:
-// all 16 signed sums of four rows are formed once, and each row of the result looks its own one up, a quarter of the
+// Products with a matrix of random signs (sign_projection in Python). Rows are added four at a time: all 16
+// signed sums of four rows are computed once, and each row of the result looks up its own, with a quarter of the
 // additions of a plain product (the method of four Russians).
 #pragma once
 
@@ -16,7 +16,7 @@ inline constexpr int64_t kWord = 32;     // rows whose signs fill a word
 inline constexpr int64_t kSlots = 256;   // slots of a forward task
 inline constexpr int64_t kTokens = 256;  // tokens of a backward task
 inline constexpr int64_t kMaxWords = kSlots / kWord;
-inline constexpr int64_t kFolded = 16 * kWord;  // tokens whose sums are added up plainly
+inline constexpr int64_t kFolded = 16 * kWord;  // tokens that are summed plainly
 template <class T>
 inline constexpr int64_t kColumns = 128 / int64_t(sizeof(T));  // columns at a time: the sums of 32 rows fill 16 KiB
 
@@ -49,7 +49,7 @@ void tabulate(const T* const* rows, int64_t first, int64_t width, T* sums) {
   }
 }
 
-// out[i][column] += the signed sum that the bits of words[i] select, for M results next to each other; summed from zero
+// out[i][column] += the signed sum that the bits of words[i] select, for M consecutive results; summed plainly
 template <class T, int M>
 SPARING_INLINE void look_up(const T* sums, const uint32_t* words, T* out, int64_t stride) {
   constexpr int kVectors = int(kColumns<T>) / lanes<T>;
@@ -78,7 +78,7 @@ void add_signed(const T* const* rows, int64_t width, const uint32_t* words, int6
   }
 }
 
-// Turns a matrix of bits over: bit j of word i becomes bit i of word j.
+// Transposes a matrix of bits: bit j of word i becomes bit i of word j.
 inline void turn_bits(uint32_t words[kWord]) {
   uint32_t mask = 0x0000FFFFu;
   for (int step = 16; step; step >>= 1, mask ^= mask << step)
@@ -125,7 +125,7 @@ template <class T>
 void signs_forward(const Signs<T>& call, int64_t begin, int64_t end, T* scratch) {
   const int64_t stride = in_strips<T>(call.width), blocks = (call.slots + kSlots - 1) / kSlots;
   const int64_t entries = kSlots * stride;
-  // Of some tokens, and of all of them with the rests: two levels, as in sums.h, but the second is rarely touched.
+  // `out` sums over some tokens, `every` over all of them, with rests: two levels, as in sums.h.
   T *sums = scratch, *out = scratch + kWord / 4 * 16 * kColumns<T>, *every = out + entries;
   const T size = sign_size(call);
   for (int64_t task = begin; task < end; ++task) {

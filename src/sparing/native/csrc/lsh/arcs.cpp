@@ -28,12 +28,13 @@ void around_bucket(const BucketsOfHead& head, const int32_t* starts, int64_t b, 
   const int64_t low = starts[b], high = starts[b + 1];
   int64_t centre = (low + high) / 2;
   if (head.queries == head.keys && high - low > 2 * chunk) centre = std::min(std::max(own, low + chunk), high - chunk);
-  const int64_t base = (centre - chunk + step / 2) / step * step;  // towards zero, where torch rounds down: both give 0
+  // Rounds towards zero where torch rounds down; negative numbers become 0 below.
+  const int64_t base = (centre - chunk + step / 2) / step * step;
   *from = int32_t(std::max<int64_t>(std::min(base, head.count - 2 * chunk), 0));
   *length = int32_t(std::min(head.count, 2 * chunk));
 }
 
-// The arc of a query of bucket b of which `passed` keys stand at its position or before.
+// The arc of a query of bucket b, of which `passed` keys are at its position or before.
 void behind_position(const BucketsOfHead& head, const int32_t* starts, int64_t b, int64_t passed, int32_t* from,
                      int32_t* length) {
   const int64_t chunk = std::max<int64_t>(passed - 1, 0) / head.chunk;

@@ -1,4 +1,4 @@
-// Which keys a query looks at when keys are sorted by bucket (maths/arcs.py in Python).
+// The keys that a query sees when keys are sorted by bucket (maths/arcs.py in Python).
 #pragma once
 
 #include "lsh/call.h"
@@ -12,7 +12,7 @@ struct BucketsOfHead {
   const int32_t *in_q, *in_k;       // [queries], [keys]
   const uint8_t *keep, *influence;  // [keys], [queries]; null: all
   int64_t queries, keys, count;     // valid keys
-  int64_t buckets;                  // above every bucket
+  int64_t buckets;                  // larger than every bucket
   int64_t chunk;
 };
 

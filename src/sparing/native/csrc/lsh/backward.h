@@ -1,4 +1,4 @@
-// Softmax over the keys that hash rounds show: the gradients.
+// Backward pass of softmax over the keys that are seen in hash rounds (lsh_backward in Python).
 #pragma once
 
 #include "common/simd.h"
@@ -67,7 +67,7 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
   clear(strip.query_grads + kStrip<T> * deep, kStrip<T> * deep);
   mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, strip.low, keys, call.tile, deep,
                   strip.query_grads, call.in_turn ? 0 : kStrip<T> * deep);
-  const int64_t rest = call.in_turn || call.tile == 1 ? 0 : call.window;  // windows end where later tokens say, too
+  const int64_t rest = call.in_turn || call.tile == 1 ? 0 : call.window;  // where a window ends depends on later tokens
   mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep, rest * deep);
   mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide, rest * wide);
   for (int64_t r = 0; r < strip.count; ++r)
@@ -94,7 +94,7 @@ void lsh_backward(const Lsh<T>& call, const Arcs* arcs, int64_t unit, T* scratch
     bool shown = false;
     for (int64_t round = 0; round < call.rounds && !shown; ++round) shown = arcs[round].length[i] > 0;
     if (shown || call.norm.total[unit * call.queries + i] == T(0)) continue;
-    const T *q = call.q.at(item, head, i), *k = call.k.at(item, head, i);  // it saw its own key alone
+    const T *q = call.q.at(item, head, i), *k = call.k.at(item, head, i);  // it saw only its own key
     for (int64_t e = 0; e < call.width; ++e) grad_v[i * call.width + e] += grad[e];
     for (int64_t d = 0; d < call.depth; ++d) {
       grad_q[i * call.depth + d] += call.scale * lse_grad * k[d];

@@ -7,10 +7,10 @@ namespace sparing {
 
 // Arguments of the kernels of hash-bucket attention (lsh in Python). Included by kernels.h.
 
-// The largest norms among the rows of a rotation, scaled to what was rounded.
+// The largest norms among the rows of a rotation, in the scale in which they are rounded.
 struct RotationBounds {
   double norm;   // of a row
-  double error;  // of what rounding changed
+  double error;  // of the rounding error of a row
   double part;   // of the part of a rounded row that is summed in 16 bits
 };
 
@@ -27,7 +27,7 @@ struct RotationHash {
   int32_t* out;            // [rounds][items][heads][tokens]
 };
 
-// Which keys the queries of one head look at in one round: those at the places from, from + 1, ... of the list of keys
+// The keys that the queries of one head see in one round: those at the places from, from + 1, ... of the list of keys
 // sorted by bucket. A negative place counts from the end of the list.
 struct Arcs {
   int32_t* order;   // [keys] the key at each place
@@ -37,17 +37,17 @@ struct Arcs {
   int32_t* length;  // [queries]
 };
 
-// Softmax over the keys that some round shows. Between rounds, `out` is not yet divided by the total.
+// Softmax over the keys that a query sees in some round. Between rounds, `out` is not yet divided by the total.
 template <class T>
 struct Lsh : SoftmaxCall<T> {
   const int64_t* counts;  // [items] valid keys
   int64_t rounds;
   int64_t span, window;  // places that the queries of a strip, and those of the strips that share copies, may cover
-  int64_t tile;          // keys that are summed from zero
-  bool in_turn;          // each term is added to the sum before it, without a rest
-  bool once;             // a key that several rounds show counts once
+  int64_t tile;          // keys whose terms are summed plainly; see sums.h
+  bool in_turn;          // terms are added one by one, without compensation
+  bool once;             // a key that is seen in several rounds counts once
   bool wraps;            // arcs may start before the first place
-  bool itself;           // a query that no round shows a key sees its own
+  bool itself;           // a query that sees no key in any round sees its own
 };
 
 template <class T>
@@ -59,11 +59,11 @@ struct LshKernels {
   int64_t (*hash_tasks)(const RotationHash<T>&);
   void (*hash)(const RotationHash<T>&, int64_t begin, int64_t end, int32_t* scratch);
   int64_t (*scratch)(const Lsh<T>&, bool backward);  // in entries of T
-  // The sorted queries of one head from `first` to `last` in one round; the rounds in their order. `arcs` holds those
-  // of the head's rounds.
+  // Computes the sorted queries of one head from `first` to `last` in one round; rounds must be computed in order.
+  // `arcs` holds those of all rounds of the head.
   void (*forward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, int64_t round, int64_t first, int64_t last,
                   T* scratch);
-  // All of one head.
+  // Computes all rounds of one head.
   void (*backward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, T* scratch);
 };
 

@@ -1,4 +1,4 @@
-// Softmax over the keys that hash rounds show: the forward pass.
+// Forward pass of softmax over the keys that are seen in hash rounds (lsh in Python).
 #pragma once
 
 #include "common/simd.h"
@@ -12,7 +12,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// Adds what a round shows to the sums of its queries: scores to weights, weights to sums.
+// Turns the scores of a round into weights and adds the weighted values to the sums of the queries.
 template <class T>
 void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t unit, bool fresh) {
   const int64_t keys = strip.high - strip.low, wide = padded<T>(call.width);
@@ -57,7 +57,7 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   }
 }
 
-// Divides the sums of a query by their total. Where nothing was shown, its own key is, if it may be.
+// Divides the sums of a query by their total. A query that saw nothing sees its own key, if that is valid.
 template <class T>
 void finish_query(const Lsh<T>& call, int64_t unit, int64_t i) {
   const int64_t item = unit / call.heads, head = unit % call.heads, query = unit * call.queries + i;

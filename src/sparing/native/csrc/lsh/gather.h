@@ -1,4 +1,4 @@
-// The queries of a strip and the keys that they look at in one round, gathered from memory (see lsh.h).
+// Gathers the queries of a strip and the keys that they see in one round.
 #pragma once
 
 #include "common/simd.h"
@@ -8,12 +8,12 @@
 
 namespace sparing::SPARING_ISA {
 
-// Copies of the keys that neighbouring strips look at in one round: sorted keys lie anywhere in memory, and a page of
-// memory has to be found for each.
+// Copies of the keys that neighbouring strips see in one round. Keys that are neighbours by bucket are scattered over
+// memory: copied once, they cost one page lookup instead of one per strip.
 template <class T>
 struct LshWindow {
   int64_t low, high;           // places
-  int64_t fetched;             // the place up to which memory was asked for
+  int64_t fetched;             // the place up to which keys were prefetched
   int32_t *token, *place;      // [window], [rounds][window]: the key at a place, and its place in earlier rounds
   T *keys, *values;            // [window][padded depth or width]
   T *key_grads, *value_grads;  // the same, then their rests, backward only
@@ -34,7 +34,7 @@ struct LshStrip {
   T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], the last with rests, backward only
 };
 
-// Lays the parts out in `memory` and returns how many entries of T they need.
+// Sets the parts to places in `memory` and returns how many entries of T they take.
 template <class T>
 int64_t lay_out_lsh(LshWindow<T>* window, LshStrip<T>* strip, const Lsh<T>& call, T* memory, bool backward) {
   int64_t used = 0;
@@ -66,7 +66,7 @@ int64_t lay_out_lsh(LshWindow<T>* window, LshStrip<T>* strip, const Lsh<T>& call
   return used;
 }
 
-// Counts how many of the sorted queries from `first` on, at most `most`, cover no more than `limit` places together.
+// Returns how many of the sorted queries from `first` on, at most `most`, together cover at most `limit` places.
 template <class T>
 int64_t fitting(const Lsh<T>& call, const Arcs& now, int64_t first, int64_t most, int64_t limit, int64_t* low,
                 int64_t* high) {
@@ -98,12 +98,12 @@ void extend_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, i
   }
 }
 
-// Copies the keys that the sorted queries from `first` on look at; returns how many queries that serves.
+// Copies the keys that the sorted queries from `first` on see; returns for how many queries there was room.
 template <class T>
 int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round,
                       int64_t first, int64_t most) {
   const int64_t valid = call.counts[unit / call.heads];
-  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, also around the end
+  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, also if arcs wrap around
   int64_t high;
   const int64_t count = fitting(call, arcs[round], first, most, limit, &window.low, &high);
   window.high = window.fetched = window.low;
@@ -111,7 +111,7 @@ int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs
   return count;
 }
 
-// Moves the window on to the places from `low` to `high`, of which it mostly has copies.
+// Moves the window to the places from `low` to `high`, and keeps the copies that both have.
 template <class T>
 void slide_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t low,
                   int64_t high) {
@@ -129,7 +129,7 @@ void slide_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, in
   extend_window(window, call, arcs, unit, round, high);
 }
 
-// Takes as many of the sorted queries from `first` on, at most `most`, as fit together.
+// Fills a strip with the sorted queries from `first` on, at most `most`, that fit together.
 template <class T>
 void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t first,
                   int64_t most) {
@@ -157,7 +157,7 @@ void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int6
   strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
 }
 
-// Asks for the rows that the next strips will need: queries and sums of the next, keys of the one after it.
+// Prefetches the rows of later strips: queries and sums of the next, keys of the one after it.
 template <class T>
 void fetch_next(LshWindow<T>& window, const Lsh<T>& call, const Arcs& now, int64_t unit, int64_t next) {
   const int64_t item = unit / call.heads, head = unit % call.heads, most = 4 * kStrip<T>;

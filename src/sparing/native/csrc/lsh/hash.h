@@ -1,8 +1,8 @@
 // Buckets by random rotations (rotation_buckets in Python).
 //
-// The largest of |R x| is looked for in 8-bit integers, which are multiplied four times as fast as float32; how far the
-// rounding can move a product is known, and rows that could still be the largest are compared in float64. The bucket
-// is therefore the one that float64 finds.
+// The largest entry of |R x| is searched in 8-bit integers, which are multiplied four times as fast as float32. The
+// error of a rounded product is bounded, and rows that could still be the largest are compared in float64, so that the
+// bucket is the one that float64 finds.
 #pragma once
 
 #include "common/simd.h"
@@ -14,7 +14,8 @@ namespace sparing::SPARING_ISA {
 
 SPARING_INLINE Vec<int32_t> size_of(Vec<int32_t> x) { return larger<int32_t>(x, -x); }
 
-// out[i][lane] = rows[.][i] . columns[.][lane] for i < kDeep; raises `top` to the largest sizes of the first `count`
+// out[i][lane] = rows[.][i] . columns[.][lane] for i < kDeep; raises `top` to the largest magnitudes of the first
+// `count`
 SPARING_INLINE void byte_tile(const int32_t* rows, int64_t count, int64_t words, const int32_t* columns,
                               Vec<int32_t>* top, int32_t* out) {
   constexpr int kLanes = lanes<int32_t>;
@@ -58,7 +59,7 @@ int64_t hash_words(const RotationHash<T>& call) {
 }
 
 template <class T>
-int64_t hash_tiles(const RotationHash<T>& call) {  // of kDeep rows, the last filled up
+int64_t hash_tiles(const RotationHash<T>& call) {  // of kDeep rows; the last is padded
   return (call.rows + kDeep - 1) / kDeep;
 }
 
@@ -110,7 +111,7 @@ double exact_product(const T* x, const double* row, int64_t depth) {
 
 template <class T>
 SPARING_INLINE T near_product(const T* x, const T* row, int64_t depth) {
-  constexpr int kAtOnce = 4;  // sums, as the processor adds several while it waits for one
+  constexpr int kAtOnce = 4;  // independent sums, to hide the latency of an addition
   Vec<T> sums[kAtOnce] = {};
   int64_t k = 0;
   for (; k + kAtOnce * lanes<T> <= depth; k += kAtOnce * lanes<T>)
@@ -154,7 +155,7 @@ SPARING_INLINE void find_candidates(const int32_t* products, int64_t rows, const
     for (int j = 0; j < kWide; ++j)
       reach |= held<float>(size_of(load<int32_t>(products + i * kHashed + j * kLanes)) >= limit[j]) << (j * kLanes);
     *row = int32_t(i), *of_lanes = reach;
-    row += reach != 0, of_lanes += reach != 0;  // a branch could not be predicted
+    row += reach != 0, of_lanes += reach != 0;  // without a branch, which could not be predicted
   }
   found.count = row - found.row;
 }
@@ -208,8 +209,8 @@ SPARING_INLINE void find_buckets(const RotationHash<T>& call, int64_t head, int6
   }
 }
 
-// What the products of rounded numbers have to reach, so that they could belong to the largest row; `top` is the
-// largest. |x.r - x'.r'| <= |x - x'| |r| + |x'| |r - r'|, and two products may move towards each other.
+// The least product of rounded numbers that could belong to the largest row; `top` is the largest product. |x.r -
+// x'.r'| <= |x - x'| |r| + |x'| |r - r'|, and both products may be off by that.
 SPARING_INLINE void find_least(const Vec<int32_t>* top, const RotationBounds& bounds, const RoundedToken* known,
                                int64_t count, int32_t* least) {
   for (int j = 0; j < kWide; ++j) store<int32_t>(least + j * lanes<int32_t>, top[j]);

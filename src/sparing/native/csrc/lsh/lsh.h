@@ -1,4 +1,4 @@
-// The kernels of lsh, in parts.
+// The kernels of lsh (hash-bucket attention).
 #pragma once
 
 #include "common/isa.h"

@@ -7,7 +7,7 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-constexpr int64_t kBlock = 512;  // queries that are worth a thread
+constexpr int64_t kBlock = 512;  // queries of a task, at least
 
 Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
   return with_type("x", x, [&]<class T>() {
@@ -41,7 +41,7 @@ Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
   });
 }
 
-// An attention call with the buckets that decide what it sees.
+// An attention call with the buckets that decide which keys are seen.
 template <class T>
 struct Described {
   Lsh<T> call{};
@@ -125,12 +125,12 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
     all.counts.push_back(valid);
   }
   call.counts = all.counts.data();
-  all.chunk = chunk < call.keys ? chunk : (call.keys ? call.keys : 1);  // more changes nothing
+  all.chunk = chunk < call.keys ? chunk : (call.keys ? call.keys : 1);  // a longer one changes nothing
   const auto at_most_all = [&](int64_t places) { return places < call.keys ? places : call.keys; };
   call.span = at_most_all(3 * all.chunk);
   call.window = at_most_all(2 * all.chunk + (all.chunk > 512 ? all.chunk : 512));
-  // Places of a causal call depend on later tokens, and with them where tiles would end: terms are added in turn, which
-  // is exact enough for a few hundred, or one by one with a rest.
+  // In a causal call, places depend on later tokens, and so would the ends of tiles. Terms are therefore added one by
+  // one: plainly, which is precise enough for a few hundred, or with compensation.
   call.in_turn = all.rule == Rule::causal && all.chunk <= 256;
   call.tile = all.rule == Rule::causal && !call.in_turn ? 1 : 48;
   call.once = once;
@@ -146,7 +146,7 @@ void count_hits(const Lsh<T>& call, const std::vector<Arcs>& arcs, int64_t* hits
   }
 }
 
-// Heads side by side, each with all its rounds.
+// Heads in parallel, each with all its rounds.
 template <class T>
 void attend_by_head(const Described<T>& all, int64_t* hits) {
   const Lsh<T>& call = all.call;
@@ -162,7 +162,7 @@ void attend_by_head(const Described<T>& all, int64_t* hits) {
   });
 }
 
-// One head after the other, the queries of a round side by side: for fewer heads than threads.
+// One head after the other, the queries of a round in parallel: for fewer heads than threads.
 template <class T>
 void attend_by_block(const Described<T>& all, int64_t* hits) {
   const Lsh<T>& call = all.call;

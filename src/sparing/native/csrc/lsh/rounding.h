@@ -1,9 +1,9 @@
 // Rotations and tokens in 8-bit integers, for the hash.
 //
 // A segment of up to 64 entries has two parts, and each word holds two entries of either. Entries of rows are signed.
-// Those of tokens are stored with kOffset added, as the instruction that multiplies wants one factor without a sign;
-// the sums of a row start at what takes that back. A part is summed in 16 bits, which may overflow on the way: what
-// counts is that the sum fits in the end, and the norms of the two parts see to that.
+// Those of tokens are stored with kOffset added, because the multiplication instruction takes one factor unsigned; the
+// sums of a row start at the value that cancels the offset. A part is summed in 16 bits. Intermediate sums may
+// overflow, but the final sum does not, because the norms of both factors are bounded.
 #pragma once
 
 #include "common/isa.h"
@@ -20,7 +20,7 @@ inline constexpr int kSegment = 16;  // words
 inline constexpr int kOffset = 64;
 inline constexpr double kLargestInRow = 127.0, kLargestInToken = 63.0, kLargestSum = 32767.0;
 
-// Products of four 8-bit numbers in each lane, added within each half of the lane. Those of `a` are from 0 to 127.
+// Products of four 8-bit numbers in each lane, added within each half of the lane. Those of `a` must be from 0 to 127.
 SPARING_INLINE Vec<uint16_t> byte_products(Vec<int32_t> a, Vec<int32_t> b) {
 #if defined(SPARING_AVX512)
   return reinterpret_cast<Vec<uint16_t>>(
@@ -58,7 +58,7 @@ struct HashSegment {
 };
 
 // Writes a row, scaled and rounded, to every kDeep-th word from `to` on, which are zero: each segment after the word at
-// which its sums start. Raises the bounds, here squares, where this row exceeds them.
+// which its sums start. Raises the bounds, which are squares here, where this row exceeds them.
 SPARING_INLINE void round_row(const double* row, int64_t depth, double scale, RotationBounds& bounds, int32_t* to) {
   double square = 0.0, error = 0.0;
   for (int64_t word = 0; 4 * word < depth; word += kSegment, to += (1 + kSegment) * kDeep) {
@@ -81,14 +81,15 @@ SPARING_INLINE void round_row(const double* row, int64_t depth, double scale, Ro
   bounds.error = error > bounds.error ? error : bounds.error;
 }
 
-// What is known about a rounded token; the norms are a little too large.
+// What is known about a rounded token; the norms are upper bounds.
 struct RoundedToken {
   double length;       // norm of the token
   double norm, error;  // of the rounded token, and of what rounding has changed
   bool usual;          // neither too small nor too large to be rounded
 };
 
-// The factor by which token x is multiplied before it is rounded. Sets all that does not depend on the rounding.
+// The factor by which token x is multiplied before it is rounded. Sets the fields of `known` that do not depend on the
+// rounding.
 template <class T>
 SPARING_INLINE T token_scale(const T* x, int64_t depth, double part, RoundedToken& known) {
   Vec<T> tops{};

@@ -1,4 +1,4 @@
-// Scores of a strip of queries against the keys that one round shows to them.
+// Scores of a strip of queries against the keys that they see in one round.
 #pragma once
 
 #include "common/simd.h"
@@ -28,7 +28,8 @@ struct LaneArcs {
 
   SPARING_INLINE IntVec<T> hold(Int<T> place) const {
     typedef Vec<typename UnsignedOf<T>::type> Steps;
-    return reinterpret_cast<Steps>(place - from) < reinterpret_cast<Steps>(length);  // negative steps are large
+    // Negative steps are large as unsigned numbers.
+    return reinterpret_cast<Steps>(place - from) < reinterpret_cast<Steps>(length);
   }
 };
 
@@ -37,8 +38,8 @@ LaneArcs<T> lane_arcs(const LshStrip<T>& strip, int64_t round, int r) {
   return {load<Int<T>>(strip.from + round * kStrip<T> + r), load<Int<T>>(strip.length + round * kStrip<T> + r)};
 }
 
-// Sets the scores of lanes from r on to -inf where a query does not look at the key in this round, or did so in one of
-// N rounds from `first` on. Returns the largest scores.
+// Sets the scores of lanes from r on to -inf where a query does not see the key in this round, or saw it in one of N
+// rounds from `first` on. Returns the largest scores.
 template <class T, int N>
 Vec<T> mask_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t round, int64_t first,
                    int64_t valid, int r) {
@@ -60,7 +61,7 @@ Vec<T> mask_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>&
   return top;
 }
 
-// Scores of all keys, -inf where a query does not see the key, or saw it in an earlier round and each counts once.
+// Scores of all keys, -inf where a query does not see the key, or saw it in an earlier round and keys count once.
 template <class T>
 void strip_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t unit, int64_t round) {
   const int64_t deep = padded<T>(call.depth), valid = call.counts[unit / call.heads];

@@ -1,9 +1,8 @@
-// Softmax attention of a strip of queries: as many as stand in the lanes of a tile. Where few neighbours look at the
-// same keys, the blocks of softmax.h would mostly multiply what they mask.
+// Softmax attention of a strip of queries: as many as fit into the lanes of a tile. Where few neighbours see the same
+// keys, the larger blocks of softmax.h would mostly compute scores that are masked.
 //
-// What a lane computes does not depend on the other lanes of the strip, nor on which keys they make it skip: all sums
-// run over the keys in their order, in tiles that end at the same places, and a key that a lane does not see adds
-// exactly zero.
+// What a lane computes does not depend on the other lanes of the strip, nor on which keys they see: all sums run over
+// the keys in order, in tiles that end at the same places, and a key that a lane does not see adds exactly zero.
 #pragma once
 
 #include "common/isa.h"
@@ -13,7 +12,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// Rows that are summed at once by mix_rows().
+// Rows that mix_tile() sums at once.
 inline constexpr int kMixed = SPARING_REGISTERS == 32 ? 8 : 4;
 
 // scores[c][lane] = rows[c] . columns[.][lane] for c < M
@@ -51,9 +50,9 @@ SPARING_INLINE void in_places(int64_t low, int64_t count, int64_t tile, const Vi
   }
 }
 
-// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries. With a
-// rest the terms are summed from zero first; without one each is added to what is there, and any tiles give the same
-// bits.
+// to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries. With
+// `rest`, the terms are summed plainly and then added with compensation; without, they are added to `to` one by one,
+// and the result does not depend on the tiles.
 template <class T, int M>
 SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* from, int64_t count,
                              int64_t stride, T* to, int64_t rest) {
@@ -77,7 +76,7 @@ SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, co
   }
 }
 
-// to[lane] += sum_c weights[c][lane] from[c] for c < count, which stand from place `low` on, in tiles; lanes from i on
+// to[lane] += sum_c weights[c][lane] from[c] for c < count, at the places from `low` on, in tiles; lanes from i on
 // are zero outside first[i / kMixed] to last[i / kMixed]
 template <class T>
 void mix_to_lanes(const T* weights, const T* from, const int32_t* first, const int32_t* last, int64_t low,

@@ -4,7 +4,7 @@
 
 namespace sparing {
 
-// Where a token's hidden state and its value stand, counted in rows.
+// The rows of a token's hidden state and of its value.
 struct TokenSlot {
   int64_t token, value;
 };
@@ -15,8 +15,8 @@ struct SampledProjection {
   const T* x;              // [items][tokens][features]
   const T* weight;         // [heads][width][features]
   const T* bias;           // [heads][width]; null: none
-  const int64_t* counts;   // [items][heads][tokens] samples of a token, from 0 to `features`; that many: exact
-  const int64_t* ranks;    // [items][heads][tokens] number of a token's list of samples
+  const int64_t* counts;   // [items][heads][tokens] samples of a token, from 0 to `features`, which is exact
+  const int64_t* ranks;    // [items][heads][tokens] index of a token's list of samples
   const int64_t* streams;  // [heads]
   int64_t items, heads, tokens, features, width;
   uint64_t seed;
@@ -25,11 +25,11 @@ struct SampledProjection {
   const TokenSlot* order;  // [heads][items * tokens], by falling count
   const int64_t* most;     // [heads], the largest count below `features`
   // Prepared for each head: rows of W, and how to draw them.
-  T* rows;          // [heads][row_entries]
-  T* listed;        // the same, of the shared list's features, divided by their chance; null: every token has a list
-  T* inverse;       // [heads][features], 1 / p
+  T* rows;     // [heads][row_entries]
+  T* listed;   // the same, of the shared list's features, divided by their probability; null: every token has a list
+  T* inverse;  // [heads][features], 1 / p
   double* ladder;   // [heads][features], p(0) + ... + p(k)
-  int32_t* starts;  // [heads][kStarts], where to begin to climb it
+  int32_t* starts;  // [heads][kStarts], where to start the search in it
   int32_t* list;    // [heads][features], the shared list
   T* out;           // [items][heads][tokens][width]
 };
@@ -37,7 +37,7 @@ struct SampledProjection {
 // Tokens of one head that one task projects.
 struct TokenChunk {
   int64_t head, first, count;  // positions first .. first + count - 1 in the head's order
-  int64_t samples;             // of the first, the largest
+  int64_t samples;             // of the first token, which has the most
 };
 
 inline constexpr int64_t kStarts = 4097;

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor> received(Tensor q, Tensor k, Optional keep, Optional 
     call.k = tokens<T>("k", k, call.items, call.heads, call.keys, call.depth);
     call.keep = mask("keep", keep, call.items, call.keys);
     call.counted = mask("counted", counted, call.items, call.queries);
-    // Few heads share their queries among several tasks; a maximum is the same in any order.
+    // With few heads, several tasks share the queries of a head; a maximum does not depend on the order.
     const int64_t units = call.items * call.heads;
     call.parts = units >= 8 || units == 0 ? 1 : 8 / units;
     Tensor parts = fresh({call.items, call.heads, call.parts, call.keys}, type_of<T>());
@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor> received(Tensor q, Tensor k, Optional keep, Optional 
   });
 }
 
-// The tokens of each head by falling count, cut into chunks in which exact tokens stay among themselves.
+// The tokens of each head by decreasing count, in chunks that hold either exact tokens only or none.
 struct Arrangement {
   std::vector<TokenSlot> order;
   std::vector<int64_t> most;

@@ -1,11 +1,11 @@
-// Many random numbers at a time: those of philox.h, one after the other, by vectors.
+// The random numbers of philox.h, many at a time, in vectors.
 #pragma once
 
 #include "common/isa.h"
 
 namespace sparing::SPARING_ISA {
 
-// out[i] = 32 random bits for index first + i, i < count; `out` has room for a whole number of kDrawn more.
+// out[i] = 32 random bits for index first + i, i < count; `out` must have room for kDrawn more.
 inline constexpr int kDrawn = 64;
 
 inline void philox(uint64_t seed, uint32_t stream, uint32_t purpose, uint64_t first, int64_t count, uint32_t* out) {
@@ -30,7 +30,7 @@ inline void philox(uint64_t seed, uint32_t stream, uint32_t purpose, uint64_t fi
       }
       low += 0x9E3779B9u, high += 0xBB67AE85u;
     }
-    // The first block may begin in the middle: what stands before it is overwritten by later ones.
+    // The first block may begin in the middle.
     uint32_t* to = out + done;
     if (skip) {
       uint32_t words[kDrawn];

@@ -1,9 +1,9 @@
 // Values projected from sampled features (monte_carlo in Python): H[j] = (1/r_j) sum_t x[j, s_t] W[s_t] / p(s_t).
 //
-// Lists of a token's own: the features are drawn, sorted by groups of rows of W that fit the first-level cache, and the
-// rows added up group by group for a whole chunk of tokens; straight from the second level they would arrive half as
-// fast. A list that all tokens share, and the tokens that take every feature: products of a few tokens at a time, whose
-// entries are read where they lie, with the rows of W in the order of the list.
+// If each token has its own list of samples, the features are drawn and sorted by groups of rows of W that fit the L1
+// cache, and the rows are added group by group for a whole chunk of tokens: read from the L2 cache, they would take
+// twice as long. If all tokens share a list, or use every feature, a few tokens at a time are multiplied with the rows
+// of W in the order of the list.
 #pragma once
 
 #include "common/simd.h"
@@ -51,7 +51,7 @@ int64_t projection_scratch(const SampledProjection<T>& call) {
   return lay_out<T>(&samples, call, nullptr);
 }
 
-// Where a token of a head's order stands.
+// A token in the order of a head: its row, its output and its samples.
 template <class T>
 struct Place {
   const T* x;
@@ -98,7 +98,7 @@ void add_groups(const Samples<T>& samples, int64_t tokens, int64_t groups, const
     }
 }
 
-// Tokens with lists of their own.
+// Tokens that each have their own list.
 template <class T>
 void project_own(const SampledProjection<T>& call, const TokenChunk& chunk, const Samples<T>& samples) {
   const int64_t groups = feature_groups(call);
@@ -164,7 +164,7 @@ SPARING_INLINE void prefix_tile(const T* const* x, const int32_t* list, int64_t 
     for (int j = 0; j < V; ++j) store<T>(sums + i * width + j * lanes<T>, total[i][j]);
 }
 
-// Up to kDeep tokens by falling count: as far as all have samples together, then each for itself.
+// Up to kDeep tokens by falling count: together as far as all have samples, then one by one.
 template <class T, int V>
 SPARING_INLINE void prefix_sums(const T* const* x, const int64_t* counts, int64_t tokens, const int32_t* list,
                                 const T* rows, T* sums) {
@@ -179,7 +179,7 @@ SPARING_INLINE void prefix_sums(const T* const* x, const int64_t* counts, int64_
     if (counts[i] > common) prefix_tile<T, 1, V>(x + i, list, common, counts[i], rows, width, sums + i * width);
 }
 
-// Tokens that use the first so many features of one list, or all features where there is none.
+// Tokens that use the first features of one list, each as many as it has samples, or all features without a list.
 template <class T>
 void project_together(const SampledProjection<T>& call, const TokenChunk& chunk, const Samples<T>& samples,
                       const int32_t* list) {

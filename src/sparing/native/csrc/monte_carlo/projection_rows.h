@@ -1,5 +1,5 @@
-// What is prepared for each head before tokens are projected (projection.h): the law by which features are drawn, and
-// the rows of W as they are read.
+// What is prepared for each head before tokens are projected (projection.h): the distribution of its features, and the
+// rows of W in the order in which they are read.
 #pragma once
 
 #include "common/simd.h"
@@ -50,7 +50,7 @@ SPARING_INLINE void each_panel(const SampledProjection<T>& call, T* rows, int64_
   }
 }
 
-// The law of a head's features: p(k) = |W[k]|^2 / |W|_F^2.
+// The distribution of a head's features: p(k) = |W[k]|^2 / |W|_F^2.
 template <class T>
 void projection_law(const SampledProjection<T>& call, int64_t head) {
   const int64_t d = call.features;
@@ -67,7 +67,7 @@ void projection_law(const SampledProjection<T>& call, int64_t head) {
     const T x = weight[i] < T(0) ? -weight[i] : weight[i];
     size = x > size ? x : size;
   }
-  int exponent = 0;  // squares of any finite weight stay in range
+  int exponent = 0;  // so that squares of any finite weight are in range
   __builtin_frexp(double(size), &exponent);
   const double shrink = __builtin_ldexp(1.0, -exponent);
   for (int64_t k = 0; k < d; ++k) ladder[k] = 0.0;
@@ -78,19 +78,19 @@ void projection_law(const SampledProjection<T>& call, int64_t head) {
     }
   double total = 0.0;
   for (int64_t k = 0; k < d; ++k) total += ladder[k];
-  // A weight that is infinite or NaN spoils the whole law, and thereby every sample.
+  // An infinite or NaN weight makes all probabilities, and so all results, NaN.
   constexpr double tiny = 2.2250738585072014e-308;
   const double unit = !(total < __builtin_inf()) ? __builtin_nan("") : total > tiny ? total : tiny;
   double sum = 0.0;
   for (int64_t k = 0; k < d; ++k) {
     const double p = ladder[k] / unit;
-    // Draws have 32 bits: a feature below 2^-64 is never drawn, and 0 * inf must not come of it. A NaN stays one.
+    // Draws have 32 bits: a feature with a probability below 2^-64 is never drawn; 0 avoids 0 * inf. NaN stays NaN.
     call.inverse[head * d + k] = p <= 5.421010862427522e-20 ? T(0) : T(1.0 / p);
     sum += p;
     ladder[k] = sum;
   }
   for (int64_t k = 0; k < d; ++k) ladder[k] /= sum < tiny ? tiny : sum;
-  ladder[d - 1] = __builtin_inf();  // every climb ends
+  ladder[d - 1] = __builtin_inf();  // every search ends
   int32_t* starts = call.starts + head * kStarts;
   int64_t k = 0;
   for (int64_t b = 0; b < kStarts; ++b) {
@@ -99,7 +99,7 @@ void projection_law(const SampledProjection<T>& call, int64_t head) {
   }
 }
 
-// The feature of each of `count` draws of the list `rank`: the first whose ladder reaches the random number.
+// Draws `count` features of list `rank`: for each random number, the first feature whose ladder reaches it.
 template <class T>
 void draw(const SampledProjection<T>& call, int64_t head, int64_t rank, int64_t count, uint32_t* bits, int32_t* found) {
   const uint64_t first = call.shared ? 0 : uint64_t(rank) * uint64_t(call.features);
@@ -115,7 +115,7 @@ void draw(const SampledProjection<T>& call, int64_t head, int64_t rank, int64_t 
   }
 }
 
-// Copies the rows of W out of its columns; for a shared list also those that it names, divided by their chance.
+// Copies the rows of W out of its columns; for a shared list also the listed ones, divided by their probability.
 template <class T>
 void projection_rows(const SampledProjection<T>& call, int64_t head, int64_t samples) {
   const int64_t d = call.features;

@@ -26,7 +26,7 @@ void received_block(const Received<T>& call, int64_t item, int64_t head, int64_t
     for (int64_t i = 0; i < some; ++i) keys[i] = call.k.at(item, head, place[c + i]);
     dots<T>(keys, some, call.depth, columns, scores + c * kRows);
   }
-  T share[kRows];  // what a weight is multiplied with: 1 / total, or nothing for queries that do not count
+  T share[kRows];  // the factor of the weights: 1 / total, or 0 for queries that do not count
   for (int r = 0; r < kRows; r += lanes<T>) {
     Vec<T> top = all(kNever<T>);
     for (int64_t c = 0; c < found; ++c) top = larger<T>(top, load<T>(scores + c * kRows + r));

@@ -1,4 +1,4 @@
-// Attention of a block of queries to summaries, and to the keys near by.
+// Attention of a block of queries to summaries and to nearby keys.
 #pragma once
 
 #include "common/simd.h"
@@ -33,7 +33,7 @@ inline void MultipoleBlock<T>::absorb_summaries(const T* shift) {
     for (int64_t i = 0; i < some; ++i) rows[i] = call.pole_values + (poles + memory.visible[c + i]) * call.width;
     weighted_sums<T>(rows, some, call.width, memory.scores + c * kRows, block.sums, block.used, call.width * kRows);
   }
-  // The row of scores of a cluster, for keys that know their cluster only.
+  // From here on, slot holds the row of scores of a cluster.
   for (int64_t c = 0; c < shown; ++c) memory.slot[memory.visible[c]] = Int<T>(c);
 }
 
@@ -59,7 +59,7 @@ inline void MultipoleBlock<T>::absorb_exact(const Exact<T>& some, const T* shift
       store<Int<T>>(met + r, hits);
       Vec<T> top = load<T>(block.top + r), total{};
       if (held<T>(high > top + kFar<T>)) {
-        // Lanes that need it only, so that no lane's rounding depends on its neighbours.
+        // Only in lanes that need it, so that no lane's rounding depends on its neighbours.
         const Vec<T> higher = high > top + kFar<T> ? high : top, by = higher == kNever<T> ? Vec<T>{} : higher;
         block.shrink(r, exponential(top - by));
         top = higher;

@@ -4,7 +4,7 @@
 
 namespace sparing {
 
-// k-means on rows of whole numbers, small enough that every sum is exact.
+// k-means on rows of integers, small enough that every sum is exact.
 struct KMeans {
   const float* x;             // [units][rows][depth]
   const uint8_t* valid;       // [units][rows]
@@ -21,13 +21,13 @@ struct KMeansKernels {
   void (*run)(const KMeans&, int64_t begin, int64_t end, float* scratch);
 };
 
-// Keys in the metric of the queries, in whole numbers: each chunk in the unit in which its largest valid entry is
-// `limit`.
+// Keys in the metric of the queries, in integers: each chunk is scaled so that its largest valid entry
+// is `limit`.
 template <class T>
 struct MetricRows {
   Tokens<const T> k;
   const double*
-      factor;  // [items][heads][chunks][depth][depth], transposed: row c holds what makes up entry c, from c on
+      factor;  // [items][heads][chunks][depth][depth], transposed: row c holds the factors of entry c, from c on
   const uint8_t* valid;  // [items][chunks][size]; zeros for the others
   int64_t items, heads, chunks, size, depth, limit;
   float* out;  // [items][heads][chunks][size][depth]
@@ -59,7 +59,7 @@ struct PoleKernels {
   void (*run)(const Poles<T>&, int64_t begin, int64_t end, T* scratch);
 };
 
-// One way to cut the keys into chunks with clusters of their own.
+// A division of the keys into chunks, each with its own clusters.
 template <class T>
 struct Level {
   const int64_t* labels;   // [items][heads][keys] numbered through all chunks, -1 for none
@@ -98,7 +98,7 @@ struct MultipoleKernels {
   void (*forward)(const Multipole<T>&, int64_t begin, int64_t end, T* scratch);
 };
 
-// What is known of one head's past, in two pieces of memory. Keys are numbered by rank.
+// What is known of one head's past, in two arrays. Keys are numbered by rank.
 template <class T>
 struct StepPast {
   const T *keys, *values;                       // [clusters][depth], [clusters][width]; values times weight
@@ -136,7 +136,7 @@ template <class T>
 struct MultipoleStep {
   Tokens<const T> q, k, v;
   int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
-  int64_t clusters, ranks, places;                            // that there is room for
+  int64_t clusters, ranks, places;                            // capacities
   const int64_t* place;                                       // [items][places] position of a rank; null: the same
   const int64_t* own;                                         // [items][queries] rank of a query's own key
   T* reals;                                                   // [items][heads][StepPast::reals(...)]

@@ -13,9 +13,9 @@
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int64_t kVisitors = 24;  // queries that meet a cluster's members at once, to suit the cache
+inline constexpr int64_t kVisitors = 24;  // queries whose scores with a cluster's members are computed at once
 
-// Hands what the first `count` lanes of a block absorbed to their queries, which have absorbed nothing yet.
+// Copies the sums of the first `count` lanes of a block to those of their queries, which are not yet set.
 template <class T>
 void hand_over(const Block<T>& block, int64_t count, const Absorbed<T>& to, int64_t query) {
   constexpr int N = lanes<T>;
@@ -43,20 +43,20 @@ void hand_over(const Block<T>& block, int64_t count, const Absorbed<T>& to, int6
   }
 }
 
-// Some members of a cluster, which stand in the lanes, for the queries that expanded it.
+// Some members of a cluster, in the lanes, for the queries that expanded it.
 template <class T>
 struct Members {
   const Int<T>* place;  // ascending
   int64_t count;        // at most kRows
 
-  // Leaves out those that a query looks at anyway; `next` is where the last query's began.
+  // Leaves out those that are exact for the query anyway; `next` is where those of the last query began.
   SPARING_INLINE void leave_out(Int<T> begin, Int<T> end, T* scores, int64_t& next) const {
     while (next > 0 && place[next - 1] >= begin) --next;
     while (next < count && place[next] < begin) ++next;
     for (int64_t i = next; i < count && place[i] < end; ++i) scores[i] = kNever<T>;
   }
 
-  // Turns the scores of a query into weights, relative to the largest score that the query knows or one not far below.
+  // Turns the scores of a query into weights, relative to the largest score so far or one not far below it.
   SPARING_INLINE void weigh(T* scores, int64_t query, const Absorbed<T>& to) const {
     constexpr int N = lanes<T>;
     const int64_t last = (count - 1) / N * N;
@@ -85,7 +85,7 @@ struct Members {
   }
 };
 
-// Members of the clusters into the queries that expanded them.
+// Adds the members of clusters to the queries that expanded them.
 template <class T>
 void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64_t item, int64_t head, int64_t begin,
                      int64_t pairs) {
@@ -100,7 +100,7 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
   T* sums[kVisitors];
   Int<T> place[kRows];
   for (int64_t cluster = 0, from = 0; cluster < call.clusters; ++cluster) {
-    const int64_t end = memory.first[cluster];  // counted up to the end above
+    const int64_t end = memory.first[cluster];  // after sorting, where the cluster's queries end
     if (from == end) continue;
     const int later = level_with(call, cluster);
     const int32_t* bounds = call.bounds + unit * (call.clusters + call.levels) + cluster + later;
@@ -133,13 +133,13 @@ void expand_clusters(const Multipole<T>& call, MultipoleMemory<T>& memory, int64
             here.leave_out(Int<T>(own[query] - call.before), Int<T>(own[query] + call.after + 1), scores + i * kRows,
                            near);
           here.weigh(scores + i * kRows, query, to);
-          // Members are numbered from cluster to cluster: these are the next.
+          // The members of the next clusters follow in the list: prefetch them.
           if (const int64_t member = next + count + first + i - from; member < ahead) {
             fetch(call.k.at(item, head, members[member]), call.depth);
             fetch(call.v.at(item, head, members[member]), call.width);
           }
           if (first + i + kVisitors >= end) continue;
-          // The rows of the next group are scattered over memory.
+          // Prefetch the rows of the next group, which are scattered over memory.
           const int64_t coming = memory.sorted[first + i + kVisitors];
           fetch(call.q.at(item, head, begin + coming), call.depth);
           fetch(to.sums + coming * to.stride, to.stride);

@@ -1,5 +1,5 @@
-// k-means on rows of whole numbers (kmeans in Python). They fit 16 bits, and every sum of products 32, so that the
-// result does not depend on the order of sums. Rows stand in the lanes, two of their entries in each.
+// k-means on rows of integers (kmeans in Python). They fit 16 bits, and sums of products fit 32, so that the
+// result does not depend on the order of summation. Rows are in the lanes, two of their entries in each.
 #pragma once
 
 #include "common/simd.h"
@@ -76,7 +76,7 @@ inline void pack_columns(const KMeans& call, const KMeansMemory& parts, const fl
   }
 }
 
-// The largest 2 x.c - c.c so far, of equal ones the first, and which centre it is.
+// The largest 2 x.c - c.c so far, the first of equals, and its centre.
 struct Nearest {
   Vec<int32_t> best[kWide], which[kWide];
 };
@@ -103,7 +103,7 @@ SPARING_INLINE void meet_centres(const int32_t* centres, const int32_t* norms, i
     }
 }
 
-inline constexpr int32_t kNoCentre = 1 << 30;  // a norm that loses; all others are below half of it
+inline constexpr int32_t kNoCentre = 1 << 30;  // norm of a centre that is not used; all others are below half of it
 
 // The nearest centre of each of `count` <= kRows rows.
 inline void nearest_centres(const KMeans& call, const KMeansMemory& parts, const int32_t* columns, int64_t count,

@@ -10,28 +10,28 @@ namespace sparing::SPARING_ISA {
 
 inline constexpr int64_t kQueries = 4096;        // queries of a task, at most
 inline constexpr int64_t kExpansions = 1 << 20;  // expansions of a task, at most
-inline constexpr int kChains = 4;                // searches that do not wait for each other
+inline constexpr int kChains = 4;                // independent searches, to hide latency
 
-// What some queries have absorbed.
+// The sums of some queries so far.
 template <class T>
 struct Absorbed {
   T *sums, *top, *total;     // [queries][stride], [queries], [queries][lanes]: the sum over lanes counts
   int64_t stride;            // padded width
-  int64_t rest, total_rest;  // where the rests of sums and totals stand
+  int64_t rest, total_rest;  // how far after sums and totals their rests are
 };
 
 template <class T>
 struct MultipoleMemory {
   Block<T> block;
-  T* scores;              // [clusters][kRows]
-  T *worth, *left;        // [clusters][lanes] what expanding them is worth to some queries, and takes
-  T *gone, *gone_weight;  // [stretch][kRows] members of a cluster that are exact already
-  Absorbed<T> absorbed;   // by the queries of the task
-  T* values;              // [kRows][padded width] of members of a cluster
-  T *shift, *missed;      // [queries]
-  T* sizes;               // [clusters] members
-  Int<T>* slot;           // [clusters] row of `gone`, or -1
-  Int<T>* visible;        // [clusters]
+  T* scores;        // [clusters][kRows]
+  T *worth, *left;  // [clusters][lanes] what expanding them is worth to some queries, and how many keys that reads
+  T *gone, *gone_weight;                              // [stretch][kRows] members of a cluster that are exact already
+  Absorbed<T> absorbed;                               // by the queries of the task
+  T* values;                                          // [kRows][padded width] of members of a cluster
+  T *shift, *missed;                                  // [queries]
+  T* sizes;                                           // [clusters] members
+  Int<T>* slot;                                       // [clusters] row of `gone`, or -1
+  Int<T>* visible;                                    // [clusters]
   Int<T>*pair_query, *pair_cluster, *sorted, *first;  // expansions; [clusters + 1]
 };
 

@@ -1,4 +1,4 @@
-// Keys in the metric of the queries, rounded to whole numbers (metric_rows in Python).
+// Keys in the metric of the queries, rounded to integers (metric_rows in Python).
 #pragma once
 
 #include "common/simd.h"
@@ -7,7 +7,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// Rounds the keys of some chunks, seen through the factor of their metric, to whole numbers.
+// Multiplies the keys of some chunks by the factor of their metric and rounds them to integers.
 template <class T>
 int64_t metric_scratch(const MetricRows<T>& call) {
   using Factor = Triangle<double>;

@@ -1,8 +1,8 @@
 // Attention to few keys, and to summaries of clusters of the others (multipole in Python).
 //
-// Queries are taken in blocks of neighbours, which see the same clusters. A block scores all summaries, picks for each
-// query the clusters to expand, and absorbs the rest of the summaries and the keys near by. Then each cluster absorbs
-// its members into the queries that expanded it, many queries at a time: a small matrix product per cluster.
+// Queries are taken in blocks of neighbours, which see the same clusters. A block scores all summaries, chooses for
+// each query the clusters to expand, and attends to the remaining summaries and to nearby keys. Then the members of
+// each cluster are added to the queries that expanded it, many queries at a time: a small matrix product per cluster.
 #pragma once
 
 #include "common/simd.h"

@@ -53,7 +53,7 @@ Tensor metric_rows(Tensor k, Tensor factor, Tensor valid, int64_t limit) {
   });
 }
 
-// Keys sorted by cluster, and where each cluster begins: one level of one head. Labels have been checked.
+// Sorts the keys of one level of one head by cluster, and finds where each cluster begins. Labels have been checked.
 void sort_members(const int64_t* labels, int64_t keys, int64_t clusters, int32_t* members, int32_t* bounds) {
   for (int64_t c = 0; c <= clusters; ++c) bounds[c] = 0;
   for (int64_t j = 0; j < keys; ++j) {

@@ -12,7 +12,7 @@ namespace sparing::SPARING_ISA {
 
 template <class T>
 struct PoleMemory {
-  Triangle<T> covariance;  // folded: what stands above the diagonal is added below
+  Triangle<T> covariance;  // folded: entries above the diagonal are added to those below
   T *away, *turned;        // [kSome][depth] keys from their cluster's mean, [panels][kSome][kRows] times covariance
   T *key, *value;          // [2][depth], [2][width] sums over a cluster, and their rests
 
@@ -55,7 +55,7 @@ SPARING_INLINE T distance(const T* a, const T* b, T factor, int64_t count) {
   return total;
 }
 
-// Weights, means and offset of one cluster; the values' spread.
+// Computes weights, means and offset of one cluster, and the scatter of its values.
 template <class T>
 void describe_cluster(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item, int64_t head, int64_t cluster,
                       const int32_t* members, int64_t count) {
@@ -102,7 +102,7 @@ void describe_cluster(const Poles<T>& call, const PoleMemory<T>& memory, int64_t
   call.spread[at] = T(0);
 }
 
-// The variance of the members' logits for an average query, many keys at a time.
+// Computes the variance of the members' logits for an average query, many keys at a time.
 template <class T>
 void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item, int64_t head, int64_t chunk) {
   const int64_t unit = item * call.heads + head, all_clusters = call.clusters * call.chunks, d = call.depth;
@@ -152,7 +152,7 @@ void poles(const Poles<T>& call, int64_t begin, int64_t end, T* scratch) {
     add_spreads(call, memory, item, head, chunk);
     for (int64_t c = from; c < to; ++c) {
       const int64_t at = unit * every + c;
-      const T spread = call.scale * call.scale * call.spread[at];  // not a number where huge keys overflow
+      const T spread = call.scale * call.scale * call.spread[at];  // NaN where huge keys overflow
       const bool counts = call.weight[at] > T(0) && spread >= call.nothing * call.weight[at];
       call.spread[at] = counts ? spread / call.weight[at] : T(0);
     }

@@ -1,5 +1,6 @@
-// Attention of few queries to a past that is in clusters already (multipole_step in Python). A query reads the keys of
-// its own block, all summaries, and the members of the clusters that it expands; entries of a row stand in the lanes.
+// Decoding: attention of few queries to a past that is already in clusters (multipole_step in Python). A query reads
+// the keys of its own block, all summaries, and the members of the clusters that it expands; entries of a row are in
+// the lanes.
 #pragma once
 
 #include "common/simd.h"
@@ -15,7 +16,7 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct StepMemory {
   T *score, *mass;         // [clusters] logit of a summary, and exp of it
-  T *worth, *left, *gone;  // [clusters] of expanding it, keys that it takes; weight of members that are near by
+  T *worth, *left, *gone;  // [clusters] of expanding it, keys that it takes; weight of members that are nearby
   T *offered, *price;      // [clusters] the same of those that may be expanded
   int32_t* which;          // [clusters] and which they are
   T* weight;               // [rows] logits, then weights
@@ -51,9 +52,9 @@ struct StepQuery {
   int64_t item, head, own;
   const T* q;
   int64_t shown;      // clusters
-  int64_t from, low;  // ranks from here on are exact; near by
+  int64_t from, low;  // ranks from here on are exact; nearby
   int64_t rows = 0;   // keys that the query looks at
-  int64_t near = 0;   // of which so many are near by and in clusters, at the start
+  int64_t near = 0;   // of which so many are nearby and in clusters, at the start
   T loud = T(0), shift = T(0), missed = T(0), near_top = T(0);
   T least = T(0);  // what a cluster must be worth to be expanded
   T light = T(0);  // summaries of less mass are left out
@@ -67,7 +68,7 @@ struct StepQuery {
     memory.value[rows++] = call.v.at(item, kv, at);
   }
 
-  // |q - mean|^2 over the mean of that.
+  // Sets `loud`, |q - mean|^2 divided by its mean over the queries.
   void sound() {
     const T spread = *past.variance;
     T total = T(0);
@@ -123,7 +124,7 @@ struct StepQuery {
     }
   }
 
-  // Of the keys that are looked at before any cluster is expanded, times exp(-near_top).
+  // The mass of the keys that are read before any cluster is expanded, times exp(-near_top).
   T mass_near() {
     near_top = kNever<T>;
     for (int64_t i = 0; i < rows; ++i) near_top = memory.weight[i] > near_top ? memory.weight[i] : near_top;
@@ -173,14 +174,14 @@ struct StepQuery {
     for (int64_t c = 0; c < shown; ++c) spared += memory.worth[c] >= T(0) && memory.left[c] > T(0);
   }
 
-  // The logits of the keys from `first` on.
+  // Computes the logits of the keys from `first` on.
   void meet(int64_t first) {
     T* logits = memory.weight + first;
     dots_with<T>(q, call.depth, rows - first, [&](int64_t i) { return memory.key[first + i]; }, logits);
     for (int64_t i = 0; i < rows - first; ++i) logits[i] *= call.scale;
   }
 
-  // Logits become weights, exp(logit - top); returns their sum.
+  // Turns logits into weights, exp(logit - top), and returns their sum.
   T weigh_rows(T top) {
     T total = T(0);
     const int64_t whole = rows / lanes<T> * lanes<T>;
@@ -205,7 +206,7 @@ struct StepQuery {
       sound(), score(), choose();
       meet(met);
     }
-    // A cluster that was expanded may have had a score far above all that is left; so may one that is too light.
+    // The largest score that is left: that of an expanded cluster, or of one that is too light, may be far larger.
     Vec<T> tops = all(kNever<T>);
     for (int64_t c = 0; spared && c < shown; c += lanes<T>) {
       const IntVec<T> some = (load<T>(memory.left + c) > T(0)) & !(load<T>(memory.mass + c) < light);
@@ -233,7 +234,7 @@ struct StepQuery {
         memory.weight[terms] = memory.mass[c];
         memory.value[terms++] = past.values + c * call.width;
       }
-      // A summary holds its members near by, which are exact.
+      // A summary includes its nearby members, which are exact: subtract their share.
       for (int64_t r = 0; r < near; ++r) {
         const int32_t label = past.labels[low + r];
         if (label >= 0) memory.weight[r] -= memory.mass[label] * past.shares[low + r];

@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, std::optio
     for (int64_t i = 0; i < b; ++i) {
       for (int64_t head = 0; head < h; ++head) {
         const int64_t visible = *call.past(i * h + head).visible;
-        // Whole vectors are read, up to so many clusters too far.
+        // Clusters are read by vectors, up to 16 beyond the last.
         STD_TORCH_CHECK(visible >= 0 && (visible == 0 || visible + 16 <= clusters),
                         "ints: more clusters are visible than there are; there must be room for 16 more");
         for (int64_t j = 0; visible && j < n; ++j)
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, std::optio
       return std::make_tuple(out, notes, within);
     }
     const StepKernels<T>& use = kernels().of<T>().step;
-    // Heads read different numbers of keys: who is free takes the next one.
+    // Heads read different numbers of keys: each thread takes the next one when it is done.
     std::atomic<int64_t> next{0};
     in_parallel<T>(std::min<int64_t>(b * h, torch::stable::get_num_threads()), 1, use.scratch(call),
                    [&](int64_t, int64_t, T* scratch) {

@@ -1,5 +1,4 @@
-// Products with rows that are read one by one, and searches among clusters, for one query (step.h): entries of a row
-// stand in the lanes.
+// Products of one query with rows, and searches among clusters, for step.h. The entries of a row are in the lanes.
 #pragma once
 
 #include "common/simd.h"
@@ -7,7 +6,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// The sum of all lanes; no addition waits for all others.
+// The sum of all lanes in log2(lanes) steps.
 template <class T>
 SPARING_INLINE T sum_in_halves(Vec<T> x) {
   T part[lanes<T>];
@@ -43,11 +42,11 @@ SPARING_INLINE void dots_with(const T* q, int64_t depth, int64_t count, const Ro
   }
 }
 
-// What is left out for being too small to show, of a total: all of it together stays below rounding.
+// Terms below this share of the total are left out: all of them together are smaller than its rounding error.
 template <class T>
 inline constexpr T kFaint = sizeof(T) == 4 ? T(0x1p-34) : T(0x1p-63);
 
-// The entries from e on, so many vectors at once, of the sum of weight[i] * rows[i]; returns where they end.
+// Computes entries of the sum of weight[i] * rows[i] from e on, kAtOnce vectors at a time; returns where it stopped.
 template <class T, int64_t kAtOnce>
 SPARING_INLINE int64_t mix_some(const T* weight, const T* const* rows, int64_t count, int64_t width, int64_t e,
                                 T* out) {
@@ -76,7 +75,7 @@ SPARING_INLINE void mix(const T* weight, const T* const* rows, int64_t count, in
   for (; e < width; ++e) out[e] = long_sum<T>(count, 1, [&](int64_t i) { return weight[i] * rows[i][e]; });
 }
 
-// The cluster that is worth most of those that fit, the first of equals; -1 if none is worth more than `least`.
+// Among the clusters that fit the budget, returns the one worth most, the first of equals; -1 if none exceeds `least`.
 template <class T>
 SPARING_INLINE int64_t best_that_fits(const T* worth, const T* left, int64_t clusters, T budget, T least) {
   Vec<T> best = all(least);

@@ -5,17 +5,17 @@
 
 namespace sparing::SPARING_ISA {
 
-// A lower triangular matrix, for products of rows with it. Its columns stand in the lanes.
+// A lower triangular matrix whose columns are in the lanes.
 template <class T>
 struct Triangle {
-  static constexpr int64_t kSome = 24;  // rows at a time: they stay in the first cache
+  static constexpr int64_t kSome = 24;  // rows at a time: they stay in the L1 cache
   int64_t depth;
   T* columns;  // [panels][depth][kRows]
 
   static int64_t panels(int64_t depth) { return (depth + kRows - 1) / kRows; }
   static int64_t entries(int64_t depth) { return panels(depth) * depth * kRows; }
 
-  // entry(k, c) is asked for k >= c only.
+  // entry(k, c) is called for k >= c only.
   template <class Entry>
   void fill(const Entry& entry) const {
     for (int64_t i = 0; i < entries(depth); ++i) columns[i] = T(0);

@@ -1,4 +1,4 @@
-// Which clusters and which keys near by a block of queries sees.
+// Which clusters and which nearby keys a block of queries sees.
 #pragma once
 
 #include "common/simd.h"
@@ -11,8 +11,8 @@ namespace sparing::SPARING_ISA {
 
 template <class T>
 inline const Level<T>& MultipoleBlock<T>::level_of(int64_t key) const {
-  // Clusters of blocks stand in for those of the chunk that is not complete, and the last complete one is described
-  // by other queries than those before it.
+  // A chunk that is not complete is represented by the clusters of its blocks. The last complete chunk has a level of
+  // its own, because its summaries were computed from other queries than those of earlier chunks.
   if (!call.block || call.levels < 2) return call.level[0];
   const int64_t size = call.level[1].size, mine = own[0] / size * size;
   return call.level[key >= mine ? 0 : key >= mine - size ? 1 : 2];

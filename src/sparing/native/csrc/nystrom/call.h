@@ -1,4 +1,4 @@
-// The third-order iteration towards inverses of small matrices. Included by kernels.h.
+// Third-order iteration for the (pseudo)inverses of small matrices. Included by kernels.h.
 #pragma once
 
 #include <cstdint>

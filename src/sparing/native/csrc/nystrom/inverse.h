@@ -107,7 +107,7 @@ void inverse_backward(const Inverse<T>& call, int64_t begin, int64_t end, T* scr
       all.turn(step.third, turned);
       all.multiply(z_grad, turned, other);
       for (int64_t j = 0; j < entries; ++j) z_grad[j] = other[j];
-      // 4 third = 13 I - y second, and so on inwards; signs are collected in `grad`.
+      // 4 third = 13 I - y second, and so on for the inner factors; `grad` holds the signs.
       all.turn(step.second, turned);
       all.multiply(grad, turned, y_grad);
       all.multiply_turned(step.y, grad, other);  // minus the gradient of second

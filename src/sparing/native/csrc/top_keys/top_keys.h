@@ -55,8 +55,8 @@ struct Candidates {
     for (int64_t c = count; c % lanes<T>; ++c) scores[c] = kNever<T>;
     T low, high;
     range(&low, &high);
-    // Bisection: at least `wanted` scores lie above `low`, fewer above `high`, until `high` leaves just as many above
-    // it as are wanted, or nothing lies between. Then those above `high` stay, and the first ones that are equal to it.
+    // Bisection: at least `wanted` scores lie above `low`, fewer above `high`, until exactly `wanted` are above `high`,
+    // or no number lies between. Then those above `high` stay, and the first ones that are equal to it.
     int64_t over = above(low);
     if (over <= wanted) high = low;
     while (over != wanted) {
@@ -85,7 +85,7 @@ struct Candidates {
     return low;
   }
 
-  // Writes the softmax over the candidates of their values, and its log-sum-exp; without candidates zeros and -inf.
+  // Writes the softmax-weighted sum of the candidates' values and the log-sum-exp; zeros and -inf without candidates.
   // sums: [2][width].
   void finish(const T* values, int64_t stride, int64_t width, T* sums, T* out, T* lse) {
     T top = kNever<T>;
@@ -133,7 +133,7 @@ int64_t top_keys_tasks(const TopKeys<T>& call) {
   return call.items * call.heads * top_keys_blocks(call);
 }
 
-// Candidates that a query has room for: cutting them down costs about as much as collecting them did.
+// Candidates that a query has room for: enough that cutting the list costs no more than filling it.
 template <class T>
 int64_t top_keys_room(const TopKeys<T>& call) {
   return 2 * call.chosen < call.keys ? 2 * call.chosen : call.keys;

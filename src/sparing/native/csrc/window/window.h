@@ -9,13 +9,13 @@
 
 namespace sparing::SPARING_ISA {
 
-// The keys that a block of queries looks at: the stretch that its windows cover, and shared keys outside it.
+// The keys that a block of queries sees: the stretch that its windows cover, and the shared keys outside it.
 template <class T>
 struct WindowKeys {
   const Window<T>& call;
   int64_t item, first, low, high;  // first query; stretch low..high
   uint8_t* special;                // [high - low + 1], which keys of the stretch are shared
-  int64_t next_shared = 0, next;   // where to go on
+  int64_t next_shared = 0, next;   // where the next tile starts
 
   WindowKeys(const Window<T>& call, int64_t item, int64_t first, int64_t count, uint8_t* special)
       : call(call), item(item), first(first), special(special) {
@@ -30,7 +30,7 @@ struct WindowKeys {
     next = low;
   }
 
-  // The next tile: positions of its keys and whether they are shared. Padded keys are left out.
+  // Writes the positions of the next tile's keys and whether they are shared. Padded keys are left out.
   int64_t tile(Int<T>* place, Int<T>* is_shared) {
     int64_t count = 0;
     while (count < kKeys && next_shared < call.shared_count) {
@@ -82,7 +82,7 @@ int64_t window_tasks(const Window<T>& call, bool backward) {
   return softmax_tasks(call, backward);
 }
 
-// The keys that a block of queries looks at, as softmax_driver.h asks for them.
+// The tiles of keys that a block of queries sees, for softmax_driver.h.
 template <class T>
 struct WindowTiles {
   const Window<T>& call;
@@ -98,7 +98,7 @@ struct WindowTiles {
         values[c] = call.v.at(at.item, at.head, place[c]);
       }
       const WindowMask<T> mask{place, is_shared, Int<T>(at.first), Int<T>(call.left), Int<T>(call.right), call.causal};
-      // A tile in the middle of everybody's window needs no mask.
+      // A tile that lies in the windows of all queries needs no mask.
       bool open = true;
       for (int64_t c = 0; c < found && open; ++c)
         open = place[c] >= at.first + at.count - 1 - call.left && place[c] <= at.first + call.right;

@@ -1,4 +1,4 @@
-// What the kernels of yoso are given: hash codes, sums over tokens with equal codes, and rows of unit length. Plain
+// Arguments of the kernels of yoso: hash codes, sums over tokens with equal codes, and rows of unit length. Plain
 // data only; see kernels.h.
 #pragma once
 
@@ -13,12 +13,12 @@ template <class T>
 struct UnitRows {
   T* rows;  // [rows][width]
   int64_t width;
-  double smallest;  // a row without an entry as large becomes zeros
+  double smallest;  // a row whose entries are all smaller becomes zeros
   T* inverse;       // [rows] 1 / length; 0 for such rows
 };
 
-// Values of tokens, or gradients; where `unit` is given, gradients with respect to these rows of unit length, of which
-// those with respect to the rows before their division are wanted: (x - unit (unit . x)) / length.
+// Values of tokens, or gradients. If `unit` is given, x are gradients with respect to these rows of unit length, and
+// they are read as gradients with respect to the rows before normalisation: (x - unit (unit . x)) / length.
 template <class T>
 struct Values {
   Tokens<const T> x;
@@ -28,7 +28,7 @@ struct Values {
   double* along;         // the same; unit . x
 };
 
-// The queries or the keys of a call. `counts[item]` of them take part, those at places[item * tokens ...], in order.
+// The queries or the keys of a call. Only counts[item] of them are valid, at places[item * tokens ...], in order.
 struct Coded {
   int64_t tokens;         // of each item, with padding
   const int64_t* counts;  // [items]
@@ -55,25 +55,25 @@ struct HashCodes {
   const T* margins;       // [some_heads][most_bits][hashes]
 };
 
-enum class Order : int32_t { all, past, future };  // past: a token sees those at its own place and before
+enum class Order : int32_t { all, past, future };  // past: a token sees those at its own position and before
 
 // out_i = factor * sum over the hashes and over the tokens j of `from` with the code of i of values_j
 template <class T>
 struct TableSums {
   Coded from, to;
   Values<T> values;
-  Tokens<const uint16_t> short_values;  // in their place, in bfloat16; or null
+  Tokens<const uint16_t> short_values;  // bfloat16 values instead of `values`, or null
   int64_t items, heads, width, hashes;
   const int32_t* bits;
   int64_t most_bits;
   Order order;
   T factor;
-  bool add;  // to what `out` holds
+  bool add;  // add to `out` instead of overwriting it
   T* out;    // [items][heads][to.tokens][width]
 };
 
-// What yoso_pairs.h sums, over all chunks of hashes; at the last, times bits and factor, from unit vectors back to
-// those that were given.
+// What pairs.h sums, over all chunks of hashes. After the last chunk, gradients are multiplied by bits and factor, and
+// converted from unit vectors to the vectors that were given.
 template <class T>
 struct PairSums {
   Coded queries, keys;
@@ -84,7 +84,7 @@ struct PairSums {
   int64_t most_bits;
   bool causal, exact;
   double factor;
-  bool add, last;      // to what the gradients hold; the last chunk
+  bool add, last;      // add to the gradients instead of overwriting them; the last chunk
   T *grad_q, *grad_k;  // [items][heads][tokens][depth]; null where not wanted
 };
 

@@ -1,5 +1,5 @@
 // Hash codes of yoso. Projections are computed in the type of the tokens; where one is so small that rounding could
-// have changed its sign, it is computed again in double: codes are those that double gives.
+// have changed its sign, it is computed again in double, so that codes are those of double precision.
 #pragma once
 
 #include "common/simd.h"
@@ -15,7 +15,7 @@ inline constexpr int64_t kHashBlock = kRows;   // tokens of a task
 inline constexpr double kTie = 1e-9;           // a projection this small counts as zero, as in hashing.py
 inline constexpr double kNoDirection = 1e-12;  // a vector shorter than this has code 0
 
-// x in place becomes its Hadamard transform.
+// Replaces x by its Hadamard transform.
 template <class T, int R, int H = 1>
 SPARING_INLINE void butterflies(Vec<T>* x) {
   if constexpr (H < R) {
@@ -66,7 +66,7 @@ SPARING_INLINE void rotate(const Vec<T>* x, const Sign* signs, int64_t any_size,
   const auto to_work = [&](int64_t i, Vec<T> z) { work[i] = z; };
   transform<T>(size, work, [&](int64_t i) { return x[i] * sign(0, i); }, to_work);
   transform<T>(size, work, [&](int64_t i) { return work[i] * sign(1, i); }, to_work);
-  // Only 32 coordinates are wanted: the stages with the widest steps come first and keep one half each.
+  // Only 32 coordinates are wanted: the stages with the widest steps come first, and each keeps one half.
   const int64_t half = size / 2;
   const T side = first & half ? T(-1) : T(1);
   for (int64_t i = 0; i < half; ++i) work[i] = work[i] * sign(2, i) + work[i + half] * (sign(2, i + half) * side);
@@ -85,7 +85,7 @@ T rotation_margin(int64_t size) {
   return T(1.01 * stages * epsilon * double(size) * __builtin_sqrt(double(size)));
 }
 
-// Working memory for lanes<T> tokens side by side.
+// Working memory for lanes<T> tokens, one in each lane.
 template <class T>
 struct HashLanes {
   Vec<T>*x, *work;                 // [size]
@@ -105,7 +105,7 @@ struct HashLanes {
   }
 };
 
-// Bit `bit` of all codes, in double.
+// Sets bit `bit` of all codes, in double.
 template <class T>
 __attribute__((noinline)) void sure_bit(const HashLanes<T>& l, const T* signs, int64_t size, int64_t first, int bit) {
   for (int part = 0; part < lanes<T>; part += lanes<double>) {
@@ -120,7 +120,7 @@ __attribute__((noinline)) void sure_bit(const HashLanes<T>& l, const T* signs, i
   }
 }
 
-// The bit of all codes; `margin`: lanes whose products are smaller are computed again.
+// Sets one bit of all codes; products smaller than `margin` are computed again in double.
 template <class T, int kSize>
 SPARING_INLINE void hash_bit(const HashLanes<T>& l, const T* signs, int64_t size, int64_t first, int bit,
                              Vec<T> margin) {
@@ -148,7 +148,7 @@ void hadamard_codes(const HashCodes<T>& call, int64_t item, int64_t head, int64_
   for (int64_t i = 0; i < call.size; ++i) l.x[i] = Vec<T>{};
   for (int64_t at = begin; at < end; at += lanes<T>) {
     const int64_t count = end - at < lanes<T> ? end - at : lanes<T>;
-    Vec<T> margin = all(T(-1));  // the zeros of vectors without a direction, and of empty lanes, are certain
+    Vec<T> margin = all(T(-1));  // vectors without a direction and empty lanes have no uncertain signs
     for (int r = 0; r < lanes<T>; ++r) {
       if (r >= count) {
         for (int64_t k = 0; k < call.depth; ++k) l.x[k][r] = T(0);

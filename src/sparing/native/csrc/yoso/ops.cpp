@@ -34,12 +34,12 @@ Tensor codes(Tensor x, Tensor streams, Tensor bits, int64_t seed, Numbers purpos
   });
 }
 
-// Values in bfloat16, as the bits that they are.
+// bfloat16 values, as 16-bit integers.
 Tokens<const uint16_t> short_tokens(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
                                     int64_t width) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
   check_sizes(name, tensor, {items, heads, count, width});
-  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have adjacent entries in the last axis");
+  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have contiguous entries in the last axis");
   return {static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
@@ -124,7 +124,7 @@ void run(const PairSums<T>& sums) {
                  [&](int64_t begin, int64_t end, T* scratch) { use.pair_sums(sums, begin, end, scratch); });
 }
 
-// The gradient of the sums, from that of the output: `out` and `inverse` are those of the forward pass.
+// The gradient of the sums, from that of the output. `out` and `inverse` come from the forward pass.
 template <class T>
 Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Optional& out, const Optional& inverse,
                            bool unit, std::vector<double>& along) {
@@ -143,7 +143,7 @@ Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Option
   return values;
 }
 
-// Where no gradient is wanted, an empty tensor. Only padded tokens are not written later.
+// Returns an empty tensor if the gradient is not wanted. Padded tokens are set to zero here, all others later.
 template <class T>
 Tensor gradient(bool wanted, bool padded, int64_t items, int64_t heads, int64_t count, int64_t width) {
   if (!wanted) return fresh({0}, type_of<T>());

@@ -8,7 +8,7 @@ namespace sparing::SPARING_ISA {
 
 namespace yoso {
 
-inline constexpr int32_t kBlock = 64;  // tokens of either side that meet pair by pair at once
+inline constexpr int32_t kBlock = 64;  // tokens of either side that are multiplied pair by pair at once
 
 // Some tokens of one side, in their order.
 struct Span {
@@ -20,7 +20,7 @@ struct Span {
   }
 };
 
-// Where one side of a bucket is cut: the first query and the first key of a block.
+// Where a bucket is cut: the first query and the first key of a block.
 struct Cut {
   int32_t query, key;
 };
@@ -47,14 +47,14 @@ struct PairSide {
 
 template <class T>
 struct PairWork {
-  int64_t deep, wide, stride;  // padded entries of a unit vector, of what stands before it, and of a row
+  int64_t deep, wide, stride;  // padded entries of a unit vector, of the gradient or value before it, and of a row
   PairSide<T> queries, keys;
   T* weights;      // [kBlock][kBlock] of queries and keys
   T* products;     // [width][deep] sum of outer products, then their rests
   int32_t* codes;  // [2^bits] of buckets with both queries and keys
   Cut* cuts;
 
-  // Returns how many entries of T everything needs.
+  // Sets all parts to places in `memory` and returns how many entries of T they take.
   int64_t lay_out(const PairSums<T>& call, T* memory) {
     deep = padded<T>(call.depth), wide = padded<T>(call.width), stride = wide + 3 * deep;
     char* base = reinterpret_cast<char*>(memory);

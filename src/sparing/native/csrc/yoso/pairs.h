@@ -4,13 +4,13 @@
 //   grad u_i = sum over the hashes and the keys j with the code of i    of  (g_i . v_j) slope(u_i . w_j) w_j
 //   grad w_j = sum over the hashes and the queries i with the code of j of  (g_i . v_j) slope(u_i . w_j) u_i
 //
-// with the slope 1, or, exactly, that of the probability of a collision. Hash by hash, tokens are sorted by code, and
-// each bucket is done at once, so that the rows of its r queries and c keys come from far memory once, not once per
-// pair. Where a bucket is so full that its pairs cost more than the outer products v_j^T w_j and g_i^T u_i, these are
-// summed first and then multiplied by each g_i and v_j: never more than O((r + c) e d). Where the order of the tokens
-// matters, a bucket is cut, from its first token on, into blocks: inside a block tokens meet pair by pair, those of
-// whole blocks before or after through a running sum of outer products. What is summed how, and in which order, then
-// never depends on tokens that i may not see. The exact slope needs every pair.
+// where the slope is 1, or, if `exact`, that of the collision probability. Hash by hash, tokens are sorted by code, and
+// each bucket is processed at once, so that the rows of its r queries and c keys are loaded once, not once per pair.
+// Where a bucket is so full that its pairs cost more than the outer products v_j^T w_j and g_i^T u_i, these are summed
+// first and then multiplied by each g_i and v_j: never more than O((r + c) e d). Where the order of the tokens matters,
+// a bucket is cut, from its first token on, into blocks: tokens of a block are multiplied pair by pair, those of
+// earlier or later blocks through a running sum of outer products. The order of the sums of token i then does not
+// depend on tokens that i may not see. The exact slope needs every pair.
 #pragma once
 
 #include "common/simd.h"
@@ -27,10 +27,10 @@ namespace sparing::SPARING_ISA {
 namespace yoso {
 
 inline constexpr int32_t kTile = 32;       // tokens whose outer products are summed at once: with the sum, they fill L1
-inline constexpr int64_t kRowsAhead = 32;  // rows that are fetched before the bucket that needs them is worked on
+inline constexpr int64_t kRowsAhead = 32;  // rows that are prefetched before their bucket is processed
 
 // Whether summing outer products beats `queries` x `keys` pairs. A pair multiplies and adds `pair` times, the outer
-// products `outer` times for each token; in a pair that takes longer, because sums across lanes and scattered rows do.
+// products `outer` times for each token; those of a pair take longer, because of sums across lanes and scattered rows.
 inline bool is_full(int64_t queries, int64_t keys, int64_t pair, int64_t outer) {
   return queries * keys * pair * 3 > (queries + keys) * outer * 2;
 }
@@ -74,7 +74,7 @@ struct Pairs {
     }
   }
 
-  // Asks for what a bucket needs.
+  // Prefetches the rows of a bucket.
   SPARING_INLINE void fetch(const PairSide<T>& side, Span span) const {
     for (int32_t t = 0; t < span.count && t < kBlock; ++t) {
       const char* at = reinterpret_cast<const char*>(row(side, span.tokens[t]));
@@ -161,8 +161,8 @@ struct Pairs {
     return 1.0 / ((pi - __builtin_acos(x)) * __builtin_sqrt(1.0 - x * x));
   }
 
-  // At most kBlock queries and kBlock keys, pair by pair. The keys that a query sees are the first few; `seen` says how
-  // many and never falls from one query to the next.
+  // At most kBlock queries and kBlock keys, pair by pair. A query sees the first `seen` keys, a number that
+  // does not decrease from one query to the next.
   void meet(Span some_queries, Span some_keys) const {
     const T *query_rows[kBlock], *key_rows[kBlock];
     int32_t seen[kBlock];
@@ -196,7 +196,7 @@ struct Pairs {
     }
   }
 
-  // Every pair that may see each other.
+  // All pairs of queries and keys that see each other.
   void all_pairs(Span some_queries, Span some_keys) const {
     for (int32_t i = 0; i < some_queries.count; i += kBlock)
       for (int32_t j = 0; j < some_keys.count; j += kBlock)

@@ -1,4 +1,4 @@
-// The random part of a yoso call: which hyperplanes the seed gives, and the codes of the tokens on their sides.
+// The random part of a yoso call: draws the hyperplanes and hashes the tokens.
 #pragma once
 
 #include <cmath>
@@ -13,11 +13,10 @@
 
 namespace sparing {
 
-inline constexpr int64_t kMostBits = 16;  // codes are 16-bit numbers
-inline constexpr int64_t kPlaneBytes =
-    4 << 20;  // hyperplanes that are drawn at once, if they are those of several heads
+inline constexpr int64_t kMostBits = 16;         // codes are 16-bit numbers
+inline constexpr int64_t kPlaneBytes = 4 << 20;  // hyperplanes of several heads that are drawn at once
 
-// Hashes whose codes exist at the same time: they share a draw, of which they take the coordinates from `first` on.
+// Hashes whose codes exist at the same time. They share a draw and use its coordinates from `first` on.
 struct Chunk {
   uint32_t purpose;
   int64_t first, hashes;
@@ -84,7 +83,7 @@ struct Side {
   }
 };
 
-// take(i, x) for standard normal numbers; 2 i and 2 i + 1 of the stream's words make the i-th, by the Box-Muller
+// Calls take(i, x) for standard normal numbers. Words 2 i and 2 i + 1 of the stream give the i-th by the Box-Muller
 // transform, as in draws.py. The logarithm and the cosine may differ from torch's in the last bit.
 template <class Take>
 void normals_of(const Philox& random, int64_t count, const Take& take) {
@@ -127,7 +126,7 @@ struct Planes {
         for (int64_t row = 0; row < rows; ++row) {
           double squares = 0;
           for (int64_t k = 0; k < width; ++k) squares += normals[at + row * width + k] * normals[at + row * width + k];
-          // Rounding the normal and each of `width` products and sums; one percent covers what is of second order.
+          // Bounds the rounding of the normal and of `width` products and sums; one percent covers second-order terms.
           margins[head * rows + row] = T(1.01 * double(width + 2) * 0x1p-24 * std::sqrt(squares));
         }
       }
@@ -135,7 +134,7 @@ struct Planes {
   }
 };
 
-// The codes of one chunk for the tokens of all sides.
+// Computes the codes of one chunk for the tokens of all sides.
 template <class T>
 void hash_sides(const Sampling& s, const Chunk& chunk, int64_t items, int64_t heads, int64_t depth,
                 std::initializer_list<const Side<T>*> sides) {

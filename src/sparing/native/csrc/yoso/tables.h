@@ -1,6 +1,6 @@
 // Sums over tokens with equal codes, through tables: tokens of one side add their values to a row per code, those of
 // the other side read one row per hash. The values are cut into slices of a cache line, one task each: the tables of a
-// slice stay near, rows never straddle lines, and the memory does not depend on the width.
+// slice stay in cache, rows never straddle cache lines, and the memory does not depend on the width.
 #pragma once
 
 #include "common/simd.h"
@@ -21,7 +21,7 @@ inline constexpr int64_t kNearBytes = 256 << 10;  // tables of several hashes ar
 inline constexpr int64_t kMostTables = 4;
 inline constexpr int64_t kAhead = 12;  // tokens between fetching a row and using it
 
-inline constexpr int64_t kFewTokens = 8 * kRun;  // beyond, rows of tables have rests
+inline constexpr int64_t kFewTokens = 8 * kRun;  // with more, rows of tables have rests
 
 inline int64_t tables_at_once(int64_t bits, bool rests) {
   const int64_t bytes = int64_t(rests ? 128 : 64) << bits;
@@ -40,7 +40,7 @@ struct Slice {
   int bits;
 };
 
-// One table for each of K hashes, from hash `first` on. rests: whether the rows have some.
+// One table for each of K hashes, from hash `first` on. rests: whether the rows have rests (see sums.h).
 template <class T, int K, bool rests>
 struct Tables {
   static constexpr int64_t kRow = rests ? 2 * kLine<T> : kLine<T>;
@@ -108,7 +108,7 @@ struct Tables {
     clear();
   }
 
-  // Each token sees those at its own place and before.
+  // Each token sees those at its own position and before.
   void sum_past() const {
     int64_t j = 0;
     for (int64_t i = 0; i < slice.to_count; ++i) {
@@ -118,7 +118,7 @@ struct Tables {
     clear();
   }
 
-  // Each token sees those at its own place and after.
+  // Each token sees those at its own position and after.
   void sum_future() const {
     int64_t j = slice.from_count - 1;
     for (int64_t i = slice.to_count - 1; i >= 0; --i) {
@@ -148,7 +148,7 @@ int64_t table_tasks(const TableSums<T>& call) {
   return call.items * call.heads * slices(call);
 }
 
-// Entries of the tables of any item.
+// Entries of the largest tables of any item.
 template <class T>
 int64_t table_entries(const TableSums<T>& call) {
   int64_t rows = 0;
@@ -191,7 +191,7 @@ void cut_slice(const TableSums<T>& call, int64_t item, int64_t head, int64_t fir
   }
 }
 
-// Sums through the tables of all hashes, some at once.
+// Sums through the tables of all hashes, several at a time.
 template <class T, bool rests>
 void sum_hashes(const Slice<T>& slice, int64_t hashes, Order order) {
   const int64_t together = tables_at_once(slice.bits, rests);

@@ -1,5 +1,5 @@
-// Rows divided by their length. Length and quotient are formed in double and rounded once, so that any order of the sum
-// gives the same float, but for a chance of about 2^-28 per entry.
+// Rows divided by their length. Length and quotient are computed in double and rounded once, so that any order of the
+// sum gives the same float, except with a probability of about 2^-28 per entry.
 #pragma once
 
 #include "common/simd.h"
@@ -14,19 +14,19 @@ SPARING_INLINE Vec<double> widened(const T* p) {
   return __builtin_convertvector(*reinterpret_cast<const narrow*>(p), Vec<double>);
 }
 
-// The sum of the lanes, by halves.
+// The sum of the lanes, halving the vector in each step.
 template <class T, int kHalf = lanes<T> / 2>
 SPARING_INLINE T folded(Vec<T> x) {
   if constexpr (kHalf == 0) {
     return x[0];
   } else {
-    IntVec<T> from{};  // a constant: known only at run time, shuffling takes the lanes apart
+    IntVec<T> from{};  // a constant: shuffles that are known only at run time extract lane by lane
     for (int i = 0; i < lanes<T>; ++i) from[i] = Int<T>((i + kHalf) % lanes<T>);
     return folded<T, kHalf / 2>(x + __builtin_shuffle(x, from));
   }
 }
 
-// What a row is multiplied by, in two steps: zeros where it has no entry as large as `smallest`.
+// The two factors that scale a row to unit length; zeros if all entries are smaller than `smallest`.
 struct Shrink {
   double first, second;
 
@@ -42,7 +42,7 @@ Shrink to_unit(const T* row, int64_t width, double smallest) {
     top = size > top ? size : top;
   }
   if (!(top >= smallest)) return {0.0, 0.0};
-  const double first = sizeof(T) == 4 ? 1.0 : 1.0 / top;  // the squares of huge and of tiny doubles are out of range
+  const double first = sizeof(T) == 4 ? 1.0 : 1.0 / top;  // squares of huge and of tiny doubles are out of range
   Vec<double> sums{};
   int64_t k = 0;
   for (; k + step <= width; k += step) {

@@ -1,4 +1,4 @@
-// The kernels of yoso, in parts.
+// The kernels of yoso.
 #pragma once
 
 #include "common/isa.h"
