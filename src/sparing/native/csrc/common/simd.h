@@ -210,6 +210,20 @@ SPARING_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
 #endif
 }
 
+// Lane i of the result is lane i + by of x, modulo the number of lanes.
+template <class T, int by>
+SPARING_INLINE Vec<T> rotated(Vec<T> x) {
+#if defined(__clang__)
+  return [&]<int... i>(Numbers<i...>) {
+    return __builtin_shufflevector(x, x, ((i + by) % lanes<T>)...);
+  }(typename NumbersBelow<lanes<T>>::type{});
+#else
+  IntVec<T> from{};  // a constant: shuffles that are known only at run time extract lane by lane
+  for (int i = 0; i < lanes<T>; ++i) from[i] = Int<T>((i + by) % lanes<T>);
+  return __builtin_shuffle(x, from);
+#endif
+}
+
 // Transposes a square of lanes<T> vectors.
 template <class T>
 SPARING_INLINE void turn(Vec<T>* square) {

@@ -20,9 +20,7 @@ SPARING_INLINE T folded(Vec<T> x) {
   if constexpr (kHalf == 0) {
     return x[0];
   } else {
-    IntVec<T> from{};  // a constant: shuffles that are known only at run time extract lane by lane
-    for (int i = 0; i < lanes<T>; ++i) from[i] = Int<T>((i + kHalf) % lanes<T>);
-    return folded<T, kHalf / 2>(x + __builtin_shuffle(x, from));
+    return folded<T, kHalf / 2>(x + rotated<T, kHalf>(x));
   }
 }
 
