@@ -83,13 +83,14 @@ inline const uint8_t* mask(const char* name, const std::optional<Tensor>& tensor
 
 // Allocates a tensor on the CPU without the dispatcher, in which a decoding step would spend a tenth of its time.
 inline Tensor fresh(std::initializer_list<int64_t> sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size());
+  int64_t strides[8];  // ops have at most 5 axes
+  STD_TORCH_CHECK(sizes.size() <= 8, "a tensor may have at most 8 axes");
   int64_t entries = 1;
   for (size_t axis = sizes.size(); axis-- > 0;)
     strides[axis] = entries, entries *= std::max<int64_t>(sizes.begin()[axis], 1);
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(sizes.size()), sizes.begin(), strides.data(),
+      int64_t(sizes.size()), sizes.begin(), strides,
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
