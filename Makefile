@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # The kernels, next to the Python that loads them; left out where there is no compiler.
 KERNELS := .venv/.kernels
-CSRC := $(wildcard src/sparing/native/csrc/*)
+CSRC := $(shell find src/sparing/native/csrc -name '*.h' -o -name '*.cpp')
 
 .PHONY: compare test test-all test-oldest sanitize fuzz faults bench lint clean
 
@@ -40,6 +40,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 # torch goes first and pinned: everything else must agree with it. The models' packages ask for more than their weights.
 $(READY): pyproject.toml constraints.txt

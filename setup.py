@@ -3,15 +3,37 @@
 import os
 import platform
 import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("src/sparing/native/csrc")
 VERSION = re.search(r'__version__ = "(.+)"', Path("src/sparing/version.py").read_text())[1]
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",  # vectors never cross a compiled boundary
+    f'-DSPARING_VERSION="{VERSION}"',
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    *os.environ.get("SPARING_CXXFLAGS", "").split(),
+]
+BY_INSTRUCTION_SET = re.compile("SPARING_(AVX|SSE|BYTES|REGISTERS)")  # in headers that differ by it
+
+
+def torch_home() -> Path:
+    """Return the folder of torch, whose headers the ops include."""
+    import torch
+
+    return Path(torch.__file__).parent
 
 
 class BuildKernels(build_ext):
@@ -37,9 +59,7 @@ class BuildKernels(build_ext):
     def _add_torch(extension):
         if platform.system() == "Windows":
             raise RuntimeError("they need GCC or Clang")
-        import torch
-
-        home = Path(torch.__file__).parent
+        home = torch_home()
         extension.include_dirs.append(str(CSRC))
         extension.extra_compile_args += ["-isystem", str(home / "include")]
         extension.library_dirs.append(str(home / "lib"))
@@ -65,6 +85,46 @@ class BuildKernels(build_ext):
         return Path(self.build_lib, self.get_ext_filename(extension.name)).exists()
 
 
+class CheckHeaders(Command):
+    """Compile every header of the kernels alone, as an editor sees it."""
+
+    description = __doc__
+    user_options: ClassVar = [
+        ("csrc=", None, "folder that includes start from"),
+        ("pattern=", None, "which headers of it [default: all]"),
+    ]
+    instruction_sets = (
+        [],
+        ["-DSPARING_FOR_AVX2", "-mavx2", "-mfma"],
+        ["-DSPARING_FOR_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
+    )
+
+    def initialize_options(self):
+        """Set the defaults."""
+        self.csrc, self.pattern = str(CSRC), "**/*.h"
+
+    def finalize_options(self):
+        """Nothing to complete."""
+
+    def run(self):
+        """Raise if a header does not compile, after the compiler has said why."""
+        sets = self.instruction_sets if platform.machine() == "x86_64" else self.instruction_sets[:1]
+        includes = ["-I", self.csrc, "-isystem", str(torch_home() / "include")]
+        command = [*os.environ.get("CXX", "c++").split(), *FLAGS, *includes, "-Werror", "-fsyntax-only", "-x", "c++"]
+        jobs = []
+        for header in sorted(Path(self.csrc).glob(self.pattern)):
+            # Most headers use the same names for every instruction set, so that compiling them once tells.
+            differs = header.name == "all.h" or BY_INSTRUCTION_SET.search(header.read_text())
+            for switches in sets if differs else sets[:1]:
+                jobs.append([*command, *switches, "-include", str(header), os.devnull])
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            failed = [
+                job[-2] for job, done in zip(jobs, pool.map(subprocess.run, jobs), strict=True) if done.returncode
+            ]
+        if failed:
+            raise SystemExit(f"headers that do not compile alone: {', '.join(sorted(set(failed)))}")
+
+
 setup(
     ext_modules=[]
     if os.environ.get("SPARING_SKIP_KERNELS")
@@ -72,24 +132,13 @@ setup(
         Extension(
             "sparing.native._kernels",
             # The long ones first: all kernels, once for each instruction set.
-            sorted((str(p) for p in CSRC.glob("*.cpp")), key=lambda path: (path.endswith("_ops.cpp"), path)),
-            depends=["src/sparing/version.py", *sorted(str(p) for p in CSRC.glob("*.h"))],
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-g0",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-Wextra",
-                "-Wno-psabi",  # vectors never cross a compiled boundary
-                f'-DSPARING_VERSION="{VERSION}"',
-                "-DTORCH_TARGET_VERSION=0x020a000000000000",
-                *os.environ.get("SPARING_CXXFLAGS", "").split(),
-            ],
+            sorted((str(p) for p in CSRC.rglob("*.cpp")), key=lambda path: (Path(path).parent != CSRC, path)),
+            depends=["src/sparing/version.py", *sorted(str(p) for p in CSRC.rglob("*.h"))],
+            extra_compile_args=list(FLAGS),
             extra_link_args=os.environ.get("SPARING_CXXFLAGS", "").split(),
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "check_headers": CheckHeaders},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -145,10 +145,11 @@ def test_a_query_without_a_rank_is_remembered():
     past = past_of("multipole(clusters=6, keys=9, window=4, chunk=16)", *inputs(43, 8, 5)).store
     torch.ops.sparing.multipole_step(**{**call, "reals": past.reals, "own": torch.full((2, 1), 42)})
     before = past.reals.clone()
-    with pytest.raises(RuntimeError, match="beyond limit"):
-        torch.ops.sparing.multipole_step(**{**call, "reals": past.reals, "limit": 1e-3})
+    *_, within = torch.ops.sparing.multipole_step(**{**call, "reals": past.reals, "limit": 1e-3})
+    assert not within
     assert torch.equal(past.reals, before)
-    torch.ops.sparing.multipole_step(**{**call, "reals": past.reals})
+    *_, within = torch.ops.sparing.multipole_step(**{**call, "reals": past.reals})
+    assert within
     queries = past.part("queries")
     assert torch.equal(queries[:, :, 42 % past.block], call["q"][:, :, 0])
     assert int((past.reals != before).sum()) <= call["q"].numel()
@@ -156,6 +157,27 @@ def test_a_query_without_a_rank_is_remembered():
     queries_before = before[:, :, -past.block * past.depth :].unflatten(2, (past.block, past.depth))
     queries_before[:, :, 42 % past.block] = 0
     assert torch.equal(past.reals, before)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("entry", [torch.nan, torch.inf, 1e7])
+def test_entries_beyond_the_limit_are_reported(name, entry):
+    """The op says so in its third result and computes nothing; without a limit it does not look."""
+    call = {**whole_call(), "place": None, "own": None, "limit": 1e6}
+    out, notes, within = torch.ops.sparing.multipole_step(**call)
+    assert within
+    assert within.dtype is torch.bool
+    assert out.abs().sum() > 0
+    spoilt = {**call, name: call[name].clone()}
+    spoilt[name][1, 0, -1, 2] = entry
+    before = spoilt["reals"].clone()
+    out, notes, within = torch.ops.sparing.multipole_step(**spoilt)
+    assert not within
+    assert not out.any()
+    assert not notes.any()
+    assert torch.equal(spoilt["reals"], before)
+    *_, within = torch.ops.sparing.multipole_step(**{**spoilt, "limit": torch.inf})
+    assert within
 
 
 def test_room_grows_with_what_it_holds():
@@ -207,7 +229,6 @@ def tampered(**parts: int) -> Any:
         ({"ints": tampered(visible=10_000)}, "visible"),
         ({"place": torch.arange(42).repeat(2, 1)}, "place"),
         ({"place": torch.arange(43)}, "place"),
-        ({"limit": 1e-3}, "beyond limit"),
         ({"reals": torch.zeros(2, 4, 9)}, "reals"),
         ({"reals": whole_call()["reals"].double()}, "reals"),
         ({"reals": whole_call()["reals"].mT.contiguous().mT}, "reals"),

@@ -33,7 +33,7 @@ schemas.define(
 schemas.define(
     "multipole_step(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor? own, Tensor(a!) reals, Tensor ints,"
     " int clusters, int ranks, int block, int before, int sinks, int keys, bool second, bool by_mass, float cap,"
-    " float tolerance, float scale, float limit) -> (Tensor out, Tensor notes)"
+    " float tolerance, float scale, float limit) -> (Tensor out, Tensor notes, Tensor within)"
 )
 
 
@@ -150,15 +150,16 @@ def multipole_step(
     past: StepPast,
     settings: tuple[float, ...],
     limit: float = math.inf,
-) -> tuple[Tensor, Tensor]:
-    """(output (B, H, n_q, e), notes (4, B, H, n_q)) of queries (B, H, n_q, d); k, v are (B, H_kv, n, .).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output (B, H, n_q, e), notes (4, B, H, n_q), within ()) of queries (B, H, n_q, d); k, v are (B, H_kv, n, .).
 
-    Notes: log-sum-exp, predicted error, keys and summaries that were read, summaries among them.
+    Notes: log-sum-exp, predicted error, keys and summaries that were read, summaries among them. within: False if the
+    norm of q, and of as many last keys and values, together is NaN or beyond the limit. Nothing is computed then:
+    output and notes are zeros, and the past is as before.
 
     place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none; None: the
     last key, of a single query, which is then put to the past's queries. settings: before, sinks, keys, second,
-    by_mass, cap, tolerance, scale, as of `multipole`. RuntimeError is raised if the norm of q, and of as many last keys
-    and values, together is beyond the limit, or is no number; the past is as before then. There is no gradient.
+    by_mass, cap, tolerance, scale, as of `multipole`. There is no gradient.
     """
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         q, k, v = adjacent(q), adjacent(k), adjacent(v)
@@ -194,9 +195,10 @@ def near_step(
 ) -> tuple[Tensor, Tensor]:
     """The same without clusters: a query sees its own key, so many before it, and the first ones."""
     settings = (before, sinks, 0, False, False, 1.0, 0.0, scale)
-    return multipole_step(q, k, v, None, own, StepPast(q, v.shape[3], 1), settings)
+    return multipole_step(q, k, v, None, own, StepPast(q, v.shape[3], 1), settings)[:2]
 
 
 @torch.library.register_fake("sparing::multipole_step", lib=schemas)
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(4, *q.shape[:3])
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:3]
+    return q.new_empty(*rows, v.shape[3]), q.new_empty(4, *rows), q.new_empty((), dtype=torch.bool)

@@ -27,7 +27,7 @@ from sparing.quarantine import are_moderate, limit_of
 if TYPE_CHECKING:
     from sparing.methods.multipole.method import Multipole
 
-Found = tuple[Tensor, Tensor]  # as `multipole_step` returns it
+Found = tuple[Tensor, Tensor]  # output and notes, as of `multipole_step`
 
 
 class MultipolePast(PastClusters):
@@ -57,13 +57,10 @@ class MultipolePast(PastClusters):
     ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
         """Attention of the newest queries, which are then learnt from. Rows of padding give zeros."""
         if fresh is None and self.place is None and q.shape[2] == 1 and native.ready(q):
-            try:  # the kernel also looks whether all entries are moderate
-                limit = math.inf if clean else limit_of(q.dtype)
-                out, notes = multipole_step(q, k, v, None, None, self.store, self.settings, limit)
-            except RuntimeError as error:
-                if "beyond limit" in str(error):
-                    return None
-                raise
+            limit = math.inf if clean else limit_of(q.dtype)  # the kernel also looks whether all entries are moderate
+            out, notes, within = multipole_step(q, k, v, None, None, self.store, self.settings, limit)
+            if not within:
+                return None
             if (length + 1) % self.block:
                 self.counts = [length + 1] * len(self.counts)
             else:
@@ -106,7 +103,7 @@ class MultipolePast(PastClusters):
         if not native.ready(q):
             return self.attend_densely(q, k, v, own, items)
         place = None if self.place is None else self.place[items]
-        return multipole_step(q, k, v, place, own, self.store.of(items), self.settings)
+        return multipole_step(q, k, v, place, own, self.store.of(items), self.settings)[:2]
 
     def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: Tensor, items: slice) -> Found:
         """`attend` by the method's specification."""

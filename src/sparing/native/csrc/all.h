@@ -1,41 +1,26 @@
-// All kernels for one instruction set. The including file has set SPARING_ISA, SPARING_BYTES and SPARING_REGISTERS,
-// included <cstdint> and kernels.h, and switched the compiler to the instruction set.
+// All kernels, compiled for one instruction set, and the table of them.
+#pragma once
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "attend/attend.h"
+#include "common/isa.h"
+#include "features/features.h"
+#include "kernels.h"
+#include "linformer/signs.h"
+#include "lsh/lsh.h"
+#include "monte_carlo/projection.h"
+#include "monte_carlo/received.h"
+#include "multipole/kmeans.h"
+#include "multipole/metric.h"
+#include "multipole/multipole.h"
+#include "multipole/poles.h"
+#include "multipole/step.h"
+#include "nystrom/inverse.h"
+#include "segments/segments.h"
+#include "top_keys/top_keys.h"
+#include "window/window.h"
+#include "yoso/yoso.h"
 
 namespace sparing::SPARING_ISA {
-
-#include "simd.h"
-#include "sums.h"
-#include "tile.h"
-#include "softmax.h"
-#include "window.h"
-#include "strip.h"
-#include "rows.h"
-#include "kmeans.h"
-#include "poles.h"
-#include "multipole.h"
-#include "multipole_step.h"
-#include "lsh_hash.h"
-#include "lsh.h"
-#include "top_keys.h"
-#include "product.h"
-#include "attend_few.h"
-#include "attend.h"
-#include "segments.h"
-#include "inverse.h"
-#include "signs.h"
-#include "yoso.h"
-#include "feature_maps.h"
-#include "feature_sums.h"
-#include "feature_grads.h"
-#include "received.h"
-#include "philox_lanes.h"
-#include "projection.h"
-#include "feature_causal.h"
-#include "feature_causal_grads.h"
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
@@ -43,9 +28,8 @@ constexpr KernelsOf<T> kernels_of() {
       .attend = attend_kernels<T>(),
       .features = feature_kernels<T>(),
       .inverse = inverse_kernels<T>(),
-      .lsh = {rounded_size<T>, round_rotations<T>, hash_scratch<T>, hash_tasks<T>, hash<T>, lsh_scratch<T>,
-              lsh_forward<T>, lsh_backward<T>},
-      .metric = {metric_scratch<T>, metric_rows<T>},
+      .lsh = lsh_kernels<T>(),
+      .metric = metric_kernels<T>(),
       .multipole = multipole_kernels<T>(),
       .poles = pole_kernels<T>(),
       .projection = projection_kernels<T>(),
@@ -54,11 +38,11 @@ constexpr KernelsOf<T> kernels_of() {
       .signs = sign_kernels<T>(),
       .step = step_kernels<T>(),
       .top_keys = top_keys_kernels<T>(),
-      .window = {window_scratch<T>, window_tasks<T>, window_forward<T>, window_backward<T>},
+      .window = window_kernels<T>(),
       .yoso = yoso_kernels<T>(),
   };
 }
 
-inline constexpr Kernels table{SPARING_NAME, {kmeans_scratch, kmeans}, kernels_of<float>(), kernels_of<double>()};
+inline constexpr Kernels table{SPARING_NAME, kmeans_kernels(), kernels_of<float>(), kernels_of<double>()};
 
 }  // namespace sparing::SPARING_ISA

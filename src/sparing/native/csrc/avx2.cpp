@@ -1,3 +1,5 @@
+// Plain headers come before the switch to the instruction set: what they define is shared by all of them.
+#include "common/philox.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -6,10 +8,7 @@
 #else
 #pragma GCC target("avx2,fma")
 #endif
-#define SPARING_ISA avx2
-#define SPARING_NAME "avx2"
-#define SPARING_BYTES 32
-#define SPARING_REGISTERS 16
+#define SPARING_FOR_AVX2
 #include "all.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,3 +1,5 @@
+// Plain headers come before the switch to the instruction set: what they define is shared by all of them.
+#include "common/philox.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -8,10 +10,7 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 #endif
-#define SPARING_ISA avx512
-#define SPARING_NAME "avx512"
-#define SPARING_BYTES 64
-#define SPARING_REGISTERS 32
+#define SPARING_FOR_AVX512
 #include "all.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,4 +1,4 @@
-// Which kernels run: the widest instruction set that this machine has, unless told otherwise.
+// Chooses the kernels: those of the widest instruction set that this machine has, unless another is set.
 #include <atomic>
 #include <cstring>
 
@@ -46,10 +46,10 @@ const Kernels& kernels() {
 
 }  // namespace sparing
 
-// For Python, through ctypes: the version that this was built for, whose schemas its ops take their arguments by.
+// For Python, through ctypes: the version of sparing that this was built for, whose schemas its ops follow.
 extern "C" __attribute__((visibility("default"))) const char* sparing_version() { return SPARING_VERSION; }
 
-// The instruction set in use, and a change of it (0 where the machine lacks it).
+// Get and set the instruction set in use; setting one that the machine lacks returns 0.
 extern "C" __attribute__((visibility("default"))) const char* sparing_isa() { return sparing::kernels().name; }
 
 extern "C" __attribute__((visibility("default"))) int sparing_use_isa(const char* name) {

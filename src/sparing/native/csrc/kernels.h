@@ -1,18 +1,17 @@
-// What the kernels of every instruction set look like from outside. Plain data only: this header is compiled for the
-// plainest instruction set and for the widest.
+// The tables of kernels by which ops call them. Plain data only: this header is compiled for every instruction set.
 #pragma once
 
-#include "attend_call.h"
-#include "features_call.h"
-#include "inverse_call.h"
-#include "lsh_call.h"
-#include "multipole_call.h"
-#include "projection_call.h"
-#include "segments_call.h"
-#include "signs_call.h"
-#include "top_keys_call.h"
-#include "window_call.h"
-#include "yoso_call.h"
+#include "attend/call.h"
+#include "features/call.h"
+#include "linformer/call.h"
+#include "lsh/call.h"
+#include "monte_carlo/call.h"
+#include "multipole/call.h"
+#include "nystrom/call.h"
+#include "segments/call.h"
+#include "top_keys/call.h"
+#include "window/call.h"
+#include "yoso/call.h"
 
 namespace sparing {
 
@@ -50,7 +49,7 @@ struct Kernels {
   }
 };
 
-// Each only to be called where the machine has the instructions; null where it was not compiled in.
+// May be used only if the machine has the instructions; null if they were not compiled.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

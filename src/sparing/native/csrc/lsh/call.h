@@ -1,0 +1,70 @@
+#pragma once
+
+#include "common/softmax_call.h"
+#include "common/tokens.h"
+
+namespace sparing {
+
+// Arguments of the kernels of hash-bucket attention (lsh in Python). Included by kernels.h.
+
+// The largest norms among the rows of a rotation, in the scale in which they are rounded.
+struct RotationBounds {
+  double norm;   // of a row
+  double error;  // of the rounding error of a row
+  double part;   // of the part of a rounded row that is summed in 16 bits
+};
+
+// argmax([-R x; R x]) for several rotations R.
+template <class T>
+struct RotationHash {
+  Tokens<const T> x;
+  const double* rotations;  // [heads][rows][rounds][depth]
+  const int64_t* used;      // [items] how many of the rows an item uses
+  int64_t items, heads, tokens, depth, rows, rounds;
+  int32_t* rounded;        // [heads][rounds][rounded_size] the rotations in 8 bits, four entries in each number
+  RotationBounds* bounds;  // [heads][rounds]
+  T* near;                 // [heads][rounds][rows][depth] the rotations, scaled as before they were rounded
+  int32_t* out;            // [rounds][items][heads][tokens]
+};
+
+// The keys that the queries of one head see in one round: those at the places from, from + 1, ... of the list of keys
+// sorted by bucket. A negative place counts from the end of the list.
+struct Arcs {
+  int32_t* order;   // [keys] the key at each place
+  int32_t* place;   // [keys] the place of each key
+  int32_t* sorted;  // [queries] the queries in an order in which neighbours look at almost the same keys
+  int32_t* from;    // [queries]
+  int32_t* length;  // [queries]
+};
+
+// Softmax over the keys that a query sees in some round. Between rounds, `out` is not yet divided by the total.
+template <class T>
+struct Lsh : SoftmaxCall<T> {
+  const int64_t* counts;  // [items] valid keys
+  int64_t rounds;
+  int64_t span, window;  // places that the queries of a strip, and those of the strips that share copies, may cover
+  int64_t tile;          // keys whose terms are summed plainly; see sums.h
+  bool in_turn;          // terms are added one by one, without compensation
+  bool once;             // a key that is seen in several rounds counts once
+  bool wraps;            // arcs may start before the first place
+  bool itself;           // a query that sees no key in any round sees its own
+};
+
+template <class T>
+struct LshKernels {
+  int64_t (*rounded_size)(const RotationHash<T>&);
+  // Rounds the rotations of tasks `begin` to `end`: [heads][rounds].
+  void (*round_rotations)(const RotationHash<T>&, int64_t begin, int64_t end);
+  int64_t (*hash_scratch)(const RotationHash<T>&);  // in entries of int32
+  int64_t (*hash_tasks)(const RotationHash<T>&);
+  void (*hash)(const RotationHash<T>&, int64_t begin, int64_t end, int32_t* scratch);
+  int64_t (*scratch)(const Lsh<T>&, bool backward);  // in entries of T
+  // Computes the sorted queries of one head from `first` to `last` in one round; rounds must be computed in order.
+  // `arcs` holds those of all rounds of the head.
+  void (*forward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, int64_t round, int64_t first, int64_t last,
+                  T* scratch);
+  // Computes all rounds of one head.
+  void (*backward)(const Lsh<T>&, const Arcs* arcs, int64_t unit, T* scratch);
+};
+
+}  // namespace sparing
