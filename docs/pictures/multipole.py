@@ -14,8 +14,9 @@ import torch
 import sparing
 from sparing.call import Call
 from sparing.draws import Draws
-from sparing.methods.multipole.clusters import cluster, factor, moments, spread_out
+from sparing.mask import Mask
 from sparing.methods.multipole import Multipole
+from sparing.methods.multipole.clusters import cluster, factor, spread_out, sums
 
 COLOURS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#3949ab",
@@ -76,7 +77,7 @@ def one_query() -> None:
     found = sparing.inspect(*(x[None, None] for x in (q, k, told)), method=method, seed=0, impl="reference")
     output, lse = found.output[0, 0, own], found.lse[0, 0, own]
     draws = Draws(0, torch.zeros(1, dtype=torch.long))
-    call = Call(scale=d**-0.5, is_causal=False, keep=None, influence=None, mask=None, draws=draws)
+    call = Call(scale=d**-0.5, mask=Mask(), draws=draws)
     labels = method.plan(q[None, None], k[None, None], call).levels[0].labels[0, 0]
 
     logits = q[own] @ k.mT * d**-0.5
@@ -135,7 +136,7 @@ def metric() -> None:
     k = torch.randn(n, 2, generator=random) * torch.tensor([1.5, 1.1])
     turn = torch.tensor([[0.9, 0.436], [-0.436, 0.9]])
     q = torch.randn(200, 2, generator=random) * torch.tensor([0.25, 1.6]) @ turn  # most differ in one direction only
-    known = moments(q[None, None], torch.ones(1, len(q), dtype=torch.bool), len(q))
+    known = sums(q[None, None], torch.ones(1, len(q), dtype=torch.bool), len(q)).moments
     everything = torch.ones(1, 1, n, dtype=torch.bool)
     draws, wanted = Draws(1, torch.zeros(1, dtype=torch.long)), torch.tensor([[count]])
     start = spread_out(everything, wanted, draws, "picture")
