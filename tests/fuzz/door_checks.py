@@ -260,7 +260,12 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
     v = torch.maximum(v, out.detach().double().norm(dim=-1).amax())  # rows of yoso have length 1, whatever the values
     root = max(abs(built.scale) ** 0.5, float(built.method.name in ("kernel", "yoso")))  # some take no scale
     terms = root * v * torch.maximum(root * torch.maximum(q, k), torch.tensor(x.q.shape[-1] ** 0.5))
-    natural = (terms, terms, 1.0)  # of terms that may cancel
+    natural = [terms, terms, 1.0]  # of terms that may cancel
+    if built.method.name == "yoso" or getattr(built.method, "kind", "") == "poly":  # the length of q and k cancels
+        degree = getattr(built.method, "degree", 1)
+        for i, rows in enumerate((x.q, x.k)):
+            length = rows.norm(dim=-1)
+            natural[i] = terms + degree * v / length[length > 0].amin() if bool((length > 0).any()) else terms
     gaussian = getattr(built.method, "kind", "") == "gaussian" and getattr(built.method, "normalize", "") == "row"
     for i, name in enumerate(("query", "key", "value")):
         if not bool(wanted[i].isfinite().all()) or not wanted[i].numel():

@@ -127,6 +127,8 @@ def _lengthen(rng: random.Random, case: dict[str, Any], method: sparing.Method) 
     case["n_q"] = rng.choice((1, 5, 33)) if few else case["n_k"]
     if method.name in SLOW:
         case["n_k"] = 2000
+    if method.name in CLUSTERING:
+        case["n_k"] = min(case["n_k"], 4096)
     if not few and method.name in CLUSTERING:
         case["n_q"] = case["n_k"] = 1500
     if rng.random() < 0.6:
