@@ -130,8 +130,10 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
   call.span = at_most_all(3 * all.chunk);
   call.window = at_most_all(2 * all.chunk + (all.chunk > 512 ? all.chunk : 512));
   // In a causal call, places depend on later tokens, and so would the ends of tiles. Terms are therefore added one by
-  // one: plainly, which is precise enough for a few hundred, or with compensation.
-  call.in_turn = all.rule == Rule::causal && all.chunk <= 256;
+  // one: plainly, which is precise enough for a few hundred, or with compensation. Equal terms, as of keys that are
+  // counted in every round, err in the same direction, so fewer of them may be added plainly.
+  const bool few = once ? all.chunk <= 256 : call.rounds * at_most_all(2 * all.chunk) <= 384;
+  call.in_turn = all.rule == Rule::causal && few;
   call.tile = all.rule == Rule::causal && !call.in_turn ? 1 : 48;
   call.once = once;
   call.wraps = all.rule == Rule::rank;
