@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import sparing
-from sparing.transformers.slot import slot_of
+from sparing.transformers.runtime.projection import UnprojectedLinear
+from sparing.transformers.state import state_of
 from tests.support.model_zoo import CONFIGS, build, inputs, run, state, tokens
 
 LAYER = "encoder.layer.{}.attention.self"
@@ -44,13 +45,13 @@ def test_an_exception_in_the_block_restores(bert):
 def test_a_failure_half_way_leaves_the_model_as_it_was(bert, monkeypatch):
     before = state(bert)
 
-    def fails(self, layer, slot):
-        if "1" in slot.name:
+    def fails(self, layer, state):
+        if "1" in state.name:
             raise MemoryError("half-way")
-        original(self, layer, slot)
+        original(self, layer, state)
 
-    original = sparing.transformers.deferred.Deferred.__init__
-    monkeypatch.setattr(sparing.transformers.deferred.Deferred, "__init__", fails)
+    original = UnprojectedLinear.__init__
+    monkeypatch.setattr(UnprojectedLinear, "__init__", fails)
     with pytest.raises(MemoryError, match="half-way"):
         sparing.approximate(bert, "monte_carlo")
     assert state(bert) == before
@@ -96,7 +97,7 @@ def test_calls_nest_and_may_end_in_any_order(bert):
     inner.restore()
     assert torch.equal(run(bert, given), exact)
     assert bert.config._attn_implementation == "sdpa"
-    assert slot_of(bert.encoder.layer[0].attention.self) is None
+    assert state_of(bert.encoder.layer[0].attention.self) is None
 
 
 def test_the_users_own_switch_is_respected(bert):

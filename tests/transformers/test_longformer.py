@@ -13,7 +13,8 @@ import sparing
 import sparing.native
 from sparing.draws import Draws
 from sparing.methods.monte_carlo.method import MonteCarlo
-from sparing.transformers import longformer as adapter
+from sparing.transformers.runtime.adapters import longformer as adapter
+from sparing.transformers.state import state_of
 from tests.support.model_zoo import build, run, tokens, valid
 
 REACH = 4  # the zoo's window of 8 tokens, to either side
@@ -113,7 +114,7 @@ def test_nothing_sampled_is_the_stock_model():
     model, x = build("longformer"), given()
     before = run(model, x)
     with sparing.approximate(model, "monte_carlo(alpha=0)") as handle:
-        assert type(model.encoder.layer[0].attention.self) is adapter.ServedLongformer
+        assert type(model.encoder.layer[0].attention.self) is adapter.AdaptedLongformerSelfAttention
         torch.testing.assert_close(run(model, x), before, rtol=0, atol=1e-6)
         assert set(handle.layers.values()) == {"monte_carlo(alpha=0.0)"}
     with sparing.approximate(model, "monte_carlo(alpha=4.0)"), pytest.raises(AssertionError):
@@ -130,7 +131,7 @@ def errors(spec, seeds):
         stock = layer(hidden, **call)[0]
         with sparing.approximate(model, spec):
             for seed in range(seeds):
-                layer._sparing.choice.seed = seed
+                state_of(layer).settings.seed = seed
                 out.append(layer(hidden, **call)[0] - stock)
     keep = ~call["is_index_masked"]
     return torch.stack(out)[:, keep].double(), stock[keep].double()
