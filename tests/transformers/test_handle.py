@@ -187,6 +187,20 @@ def test_two_threads_on_one_model(bert):
     assert found == {0: True, 1: True}
 
 
+def test_a_call_that_fails_keeps_no_input_of_the_value_layer(bert):
+    with sparing.approximate(bert, "monte_carlo(alpha=1.0)"):
+        run(bert, inputs("bert"))
+        layer, x = bert.encoder.layer[0].attention.self, torch.randn(1, 8, 64)
+        alive = weakref.ref(x)
+        with torch.no_grad(), pytest.raises(sparing.Unsupported, match="the model passes s_aux"):
+            layer(x, s_aux=torch.ones(1))
+        values = layer.value(x)
+        assert values.isnan().all()
+        del x, values
+        gc.collect()  # of the exception's frames
+        assert alive() is None
+
+
 def test_a_compiled_model_may_be_approximated_too(bert):
     given = inputs("bert")
     with sparing.approximate(torch.compile(bert, backend="eager"), "window(size=4)") as handle:
