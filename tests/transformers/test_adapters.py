@@ -264,7 +264,7 @@ def test_calls_nest_and_may_end_in_any_order():
 
 @pytest.mark.parametrize(("name", "spec"), CASES)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
-def test_16_bit_weights(name, spec, dtype, limit):
+def test_16_bit_weights_give_nearly_the_same_output(name, spec, dtype, limit):
     """Rounded vectors may get other codes and samples: one of eight codes is an eighth of a row. Else half of it holds."""
     limit = limit if spec in ("yoso(hashes=8)", "monte_carlo(alpha=2.0)") else limit / 2
     model, given = build(name), inputs(name)

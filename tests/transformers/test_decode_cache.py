@@ -70,7 +70,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_cache_edited_behind_the_index_is_an_error(edit):
+def test_a_cache_edited_without_its_index_is_an_error(edit):
     model = build("llama")
     with sparing.approximate(model, SMALL):
         for use in (
@@ -87,7 +87,7 @@ def test_a_cache_edited_behind_the_index_is_an_error(edit):
                 use(cache, ids)
 
 
-def test_the_way_out_of_an_edited_cache():
+def test_an_edited_cache_goes_on_without_its_index():
     """The message's own words: without its index a layer goes on exactly."""
     model = build("llama")
     with sparing.approximate(model, SMALL) as handle:
@@ -150,7 +150,7 @@ def test_other_caches_stay_exact_and_are_counted():
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_restored_in_the_middle():
+def test_a_model_restored_in_the_middle_goes_on_exactly():
     """The cache stays a cache: exact from there on, and it can be cropped, reordered and approximated again."""
     model = build("llama")
     with sparing.approximate(model, SMALL):

@@ -57,7 +57,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(bert, monkeypatch):
     assert state(bert) == before
 
 
-def test_layers_choose_for_themselves(bert):
+def test_layers_run_methods_of_their_own(bert):
     given = inputs("bert")
     exact = run(bert, given)
     whole = {}
@@ -100,7 +100,7 @@ def test_calls_nest_and_may_end_in_any_order(bert):
     assert state_of(bert.encoder.layer[0].attention.self) is None
 
 
-def test_the_users_own_switch_is_respected(bert):
+def test_an_implementation_that_the_user_sets_is_respected(bert):
     """set_attn_implementation to another name and back, with layers of both kinds."""
     given = inputs("bert")
     exact = run(bert, given)
@@ -169,7 +169,7 @@ def test_weights_that_move_while_approximated_stay_moved(bert):
     assert not value.weight.any()
 
 
-def test_two_threads_on_one_model(bert):
+def test_two_threads_on_one_model_get_their_own_values(bert):
     """The value layer hands its input on; another thread's must not get in between."""
     given = [inputs("bert"), {"input_ids": tokens(40, 3)}]
     with sparing.approximate(bert, "monte_carlo(alpha=1.0)"):
@@ -310,7 +310,7 @@ def test_a_layers_number_does_not_depend_on_an_earlier_call(bert):
         assert torch.equal(run(bert, given), out)
 
 
-def test_nothing_to_do(bert):
+def test_an_empty_mapping_is_refused_and_an_empty_recipe_is_not(bert):
     with pytest.raises(ValueError, match="what: an empty mapping names no layer"):
         sparing.approximate(bert, {})
     with sparing.approximate(bert, sparing.Recipe({})) as handle:
