@@ -28,7 +28,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_bits(name, what):
     assert torch.equal(run(compiled, given), exact), "a compiled model follows restore()"
 
 
-def test_training_a_compiled_model():
+def test_a_compiled_model_trains_with_the_same_gradients():
     torch.compiler.reset()
     model, given = build("bert", attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0), inputs("bert")
     grads = []

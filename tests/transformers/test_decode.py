@@ -75,7 +75,7 @@ def test_decoding_is_a_call_without_a_cache(name, spec):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_when(name):
+def test_when_says_which_tokens_are_approximated(name):
     model, ids = build(name).double(), tokens(60)
     logits = {}
     for when in (None, "always", "prefill", "decode", "never"):
@@ -168,7 +168,7 @@ def test_sixteen_bits_stay_exact(bits):
         assert (handle.statistics().layers[0].steps, handle.statistics().layers[0].exact_calls) == (0, 3)
 
 
-def test_nested_calls():
+def test_a_nested_call_drops_the_index_of_its_layers():
     model = build("llama")
     with sparing.approximate(model, SMALL) as outer:
         cache, ids = started(model)
@@ -202,7 +202,7 @@ def test_a_mask_that_changes_is_exact():
     torch.testing.assert_close(logits, feed(model, tokens(1, 2), wanted, attention_mask=more), rtol=0, atol=1e-5)
 
 
-def test_inference_mode():
+def test_inference_mode_gives_the_same_bits():
     model = build("llama")
     with sparing.approximate(model, SMALL) as handle:
         wanted = generate(model)
@@ -245,7 +245,7 @@ def test_compiled_models_run_and_decode_exactly():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_statistics_and_repr():
+def test_statistics_count_prompts_and_steps():
     model = build("llama")
     with sparing.approximate(model, "multipole(clusters=2, keys=4, window=2, sinks=0, chunk=8)") as handle:
         assert handle.statistics().layers[0].share_read is None
@@ -285,7 +285,7 @@ def test_threads_share_a_tally():
     assert layer.tally.shown == 8 * batch * heads * sum(range(31, 131))
 
 
-def test_a_prompt_of_one_token():
+def test_a_prompt_of_one_token_decodes_as_one_call():
     model, ids = build("llama").double(), tokens(40)
     with sparing.approximate(model, SMALL) as handle, torch.no_grad():
         cache = DynamicCache(config=model.config)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +14,8 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 import sparing
-from sparing.transformers.cache import IndexedLayer
+from sparing.transformers.cache import IndexedLayer, find_layer
+from sparing.transformers.state import state_of
 from tests.support.decoding import COVERING, NEW, SMALL, crop, feed, generate, indices, prompt, started
 from tests.support.model_zoo import build, tokens
 
@@ -67,7 +70,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_cache_edited_behind_the_index_is_an_error(edit):
+def test_a_cache_edited_without_its_index_is_an_error(edit):
     model = build("llama")
     with sparing.approximate(model, SMALL):
         for use in (
@@ -84,7 +87,7 @@ def test_a_cache_edited_behind_the_index_is_an_error(edit):
                 use(cache, ids)
 
 
-def test_the_way_out_of_an_edited_cache():
+def test_an_edited_cache_goes_on_without_its_index():
     """The message's own words: without its index a layer goes on exactly."""
     model = build("llama")
     with sparing.approximate(model, SMALL) as handle:
@@ -147,7 +150,7 @@ def test_other_caches_stay_exact_and_are_counted():
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_restored_in_the_middle():
+def test_a_model_restored_in_the_middle_goes_on_exactly():
     """The cache stays a cache: exact from there on, and it can be cropped, reordered and approximated again."""
     model = build("llama")
     with sparing.approximate(model, SMALL):
@@ -255,3 +258,48 @@ def test_threads_do_not_mix_up_their_caches():
                 **one, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0), given))  # fmt: skip
         assert handle.statistics().total.exact_calls == 0
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_cache_is_freed_with_its_last_reference():
+    """Keys carry their layer, and the layer holds keys: without a cycle, which only the garbage collector would end."""
+    model = build("llama")
+    with sparing.approximate(model, SMALL):
+        cache, _ = started(model)
+        keys, index = weakref.ref(cache.layers[0].keys), weakref.ref(cache.layers[0].index)
+        gc.disable()
+        try:
+            del cache
+            assert keys() is index() is None
+        finally:
+            gc.enable()
+
+
+def test_keys_lead_to_their_layer_for_their_own_module_alone():
+    """Models may pass the keys of one layer to another, whose queries the index has never seen."""
+    model = build("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    with sparing.approximate(model, SMALL):
+        cache, _ = started(model)
+        layer = cache.layers[0]
+        new = torch.randn(2, 2, 1, 16)
+        keys, values = layer.update(new, new)
+        assert find_layer(first, state_of(first), keys, values) is layer
+        assert find_layer(second, state_of(second), keys, values) is None
+        assert find_layer(first, state_of(first), keys.clone(), values) is None
+        assert find_layer(first, state_of(first), keys, values.clone()) is None
+        layer.update(new, new)
+        assert find_layer(first, state_of(first), keys, values) is None, "the cache went on"
+
+
+def test_the_first_cache_of_a_model_loaded_by_name_is_copied_with_its_index(tmp_path):
+    """Its prompt ran before sparing knew the cache: the index waits on the keys."""
+    model, ids = build("llama"), tokens(60)
+    with sparing.approximate(model, SMALL):
+        model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sparing").eval()
+    cache = DynamicCache()
+    feed(loaded, ids[:, :50], cache)
+    twins = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
+    outs = [feed(loaded, ids[:, 50:51], each) for each in twins]
+    assert all(index is not None and index.length == 51 for each in twins for index in indices(each))
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -43,7 +43,7 @@ def test_the_door_at_full_budget_is_the_stock_model(name):
 
 
 @pytest.mark.parametrize("name", ["bart", "whisper"])
-def test_cross_attention_at_full_budget(name):
+def test_cross_attention_at_full_budget_is_the_stock_model(name):
     model, given = build(name), inputs(name)
     before = run(model, given)
     with sparing.approximate(model, "top_keys(keys=1000)"):
@@ -63,7 +63,7 @@ def test_t5_position_bias_reaches_a_method_that_takes_it():
         sparing.approximate(model, "nystrom", layers="encoder.*")
 
 
-def test_real_weights_of_minilm(minilm):
+def test_full_budgets_are_the_stock_model_with_the_weights_of_minilm(minilm):
     ids = minilm.ids[:, :128]
     mask = torch.ones_like(ids)
     mask[0, 100:] = 0
@@ -124,7 +124,7 @@ def test_grouped_queries_are_repeated_heads():
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "vit", "llama"])
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 0.06), (torch.float16, 0.01)])
-def test_sixteen_bits(name, dtype, allowed):
+def test_sixteen_bits_err_as_the_exact_model_does(name, dtype, allowed):
     """Inside a call everything is float32: in 16 bits a model errs as its exact self does.
 
     A sampled value may take one sample more or less where rounding tips its count: its error keeps its size.

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import sparing
-from sparing.transformers.slot import slot_of
+from sparing.transformers.runtime.projection import UnprojectedLinear
+from sparing.transformers.state import state_of
 from tests.support.model_zoo import CONFIGS, build, inputs, run, state, tokens
 
 LAYER = "encoder.layer.{}.attention.self"
@@ -44,19 +45,19 @@ def test_an_exception_in_the_block_restores(bert):
 def test_a_failure_half_way_leaves_the_model_as_it_was(bert, monkeypatch):
     before = state(bert)
 
-    def fails(self, layer, slot):
-        if "1" in slot.name:
+    def fails(self, layer, state):
+        if "1" in state.name:
             raise MemoryError("half-way")
-        original(self, layer, slot)
+        original(self, layer, state)
 
-    original = sparing.transformers.deferred.Deferred.__init__
-    monkeypatch.setattr(sparing.transformers.deferred.Deferred, "__init__", fails)
+    original = UnprojectedLinear.__init__
+    monkeypatch.setattr(UnprojectedLinear, "__init__", fails)
     with pytest.raises(MemoryError, match="half-way"):
         sparing.approximate(bert, "monte_carlo")
     assert state(bert) == before
 
 
-def test_layers_choose_for_themselves(bert):
+def test_layers_run_methods_of_their_own(bert):
     given = inputs("bert")
     exact = run(bert, given)
     whole = {}
@@ -96,10 +97,10 @@ def test_calls_nest_and_may_end_in_any_order(bert):
     inner.restore()
     assert torch.equal(run(bert, given), exact)
     assert bert.config._attn_implementation == "sdpa"
-    assert slot_of(bert.encoder.layer[0].attention.self) is None
+    assert state_of(bert.encoder.layer[0].attention.self) is None
 
 
-def test_the_users_own_switch_is_respected(bert):
+def test_an_implementation_that_the_user_sets_is_respected(bert):
     """set_attn_implementation to another name and back, with layers of both kinds."""
     given = inputs("bert")
     exact = run(bert, given)
@@ -168,7 +169,7 @@ def test_weights_that_move_while_approximated_stay_moved(bert):
     assert not value.weight.any()
 
 
-def test_two_threads_on_one_model(bert):
+def test_two_threads_on_one_model_get_their_own_values(bert):
     """The value layer hands its input on; another thread's must not get in between."""
     given = [inputs("bert"), {"input_ids": tokens(40, 3)}]
     with sparing.approximate(bert, "monte_carlo(alpha=1.0)"):
@@ -184,6 +185,20 @@ def test_two_threads_on_one_model(bert):
         for thread in threads:
             thread.join()
     assert found == {0: True, 1: True}
+
+
+def test_a_call_that_fails_keeps_no_input_of_the_value_layer(bert):
+    with sparing.approximate(bert, "monte_carlo(alpha=1.0)"):
+        run(bert, inputs("bert"))
+        layer, x = bert.encoder.layer[0].attention.self, torch.randn(1, 8, 64)
+        alive = weakref.ref(x)
+        with torch.no_grad(), pytest.raises(sparing.Unsupported, match="the model passes s_aux"):
+            layer(x, s_aux=torch.ones(1))
+        values = layer.value(x)
+        assert values.isnan().all()
+        del x, values
+        gc.collect()  # of the exception's frames
+        assert alive() is None
 
 
 def test_a_compiled_model_may_be_approximated_too(bert):
@@ -295,7 +310,7 @@ def test_a_layers_number_does_not_depend_on_an_earlier_call(bert):
         assert torch.equal(run(bert, given), out)
 
 
-def test_nothing_to_do(bert):
+def test_an_empty_mapping_is_refused_and_an_empty_recipe_is_not(bert):
     with pytest.raises(ValueError, match="what: an empty mapping names no layer"):
         sparing.approximate(bert, {})
     with sparing.approximate(bert, sparing.Recipe({})) as handle:

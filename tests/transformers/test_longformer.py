@@ -13,7 +13,8 @@ import sparing
 import sparing.native
 from sparing.draws import Draws
 from sparing.methods.monte_carlo.method import MonteCarlo
-from sparing.transformers import longformer as adapter
+from sparing.transformers.runtime.adapters import longformer as adapter
+from sparing.transformers.state import state_of
 from tests.support.model_zoo import build, run, tokens, valid
 
 REACH = 4  # the zoo's window of 8 tokens, to either side
@@ -93,7 +94,7 @@ def test_values_are_those_that_the_method_itself_uses(setting, kernels, monkeypa
 
 @pytest.mark.parametrize("globals_of", [((0,), (0, 11)), ((0,), (0,)), ((), (3,)), ((), ())])
 @torch.no_grad()
-def test_what_a_token_receives(globals_of):
+def test_a_token_receives_the_largest_weight_of_its_column(globals_of):
     _, layer, hidden, call = layer_call(globals_of=globals_of)
     local, from_global = brute_force(layer, hidden, call)
     _, *weights = layer(hidden, **call, output_attentions=True)
@@ -113,7 +114,7 @@ def test_nothing_sampled_is_the_stock_model():
     model, x = build("longformer"), given()
     before = run(model, x)
     with sparing.approximate(model, "monte_carlo(alpha=0)") as handle:
-        assert type(model.encoder.layer[0].attention.self) is adapter.ServedLongformer
+        assert type(model.encoder.layer[0].attention.self) is adapter.AdaptedLongformerSelfAttention
         torch.testing.assert_close(run(model, x), before, rtol=0, atol=1e-6)
         assert set(handle.layers.values()) == {"monte_carlo(alpha=0.0)"}
     with sparing.approximate(model, "monte_carlo(alpha=4.0)"), pytest.raises(AssertionError):
@@ -130,7 +131,7 @@ def errors(spec, seeds):
         stock = layer(hidden, **call)[0]
         with sparing.approximate(model, spec):
             for seed in range(seeds):
-                layer._sparing.choice.seed = seed
+                state_of(layer).settings.seed = seed
                 out.append(layer(hidden, **call)[0] - stock)
     keep = ~call["is_index_masked"]
     return torch.stack(out)[:, keep].double(), stock[keep].double()
@@ -270,7 +271,7 @@ def test_a_failing_call_leaves_no_values_behind(monkeypatch):
         assert torch.equal(run(model, x), sampled)
 
 
-def test_two_threads_on_one_model():
+def test_two_threads_on_one_model_get_their_own_values():
     model = build("longformer")
     given_to = [given(), {"input_ids": tokens(24, 3)}]
     with sparing.approximate(model, "monte_carlo(alpha=4.0)"):
@@ -287,7 +288,7 @@ def test_two_threads_on_one_model():
     assert found == {0: True, 1: True}
 
 
-def test_training():
+def test_training_refuses_dropout_and_has_gradients():
     """Dropout is refused; without it, gradients at alpha = 0 are the stock model's, and sampled ones are finite."""
     model, x = build("longformer").train(), given()
     with (
@@ -314,7 +315,7 @@ def test_training():
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 0.02), (torch.bfloat16, 0.12)])
-def test_16_bit_weights(dtype, limit):
+def test_16_bit_weights_give_nearly_the_same_output(dtype, limit):
     """Closer to float32 with the same seed than sampling is to exact values."""
     model, x = build("longformer"), given()
     exact = valid("longformer", x, run(model, x))

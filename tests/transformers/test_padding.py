@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sparing
-from sparing.transformers import hook
+from sparing.transformers.runtime import refusals
 from tests.support.method_table import ROWS
 from tests.support.model_zoo import build, inputs, run, valid
 
@@ -78,7 +78,7 @@ def test_a_lost_mask_is_an_error_and_would_matter(name, monkeypatch):
     model, given = build(name), inputs(name)
     with sparing.approximate(model, "window(size=6)"):
         right = valid(name, given, run(model, given))
-        registry, nothing = hook.AttentionMaskInterface._global_mapping, lambda **others: None
+        registry, nothing = refusals.AttentionMaskInterface._global_mapping, lambda **others: None
         for broken in ("sparing", "sparing_chosen"):
             for damage in (lambda m: m.delitem(registry, broken), lambda m: m.setitem(registry, broken, nothing)):  # noqa: B023
                 with monkeypatch.context() as m:
@@ -87,5 +87,5 @@ def test_a_lost_mask_is_an_error_and_would_matter(name, monkeypatch):
                         run(model, given)
         for name_ in ("sparing", "sparing_chosen"):
             monkeypatch.setitem(registry, name_, nothing)
-        monkeypatch.setattr(hook, "mask_function", nothing)
+        monkeypatch.setattr(refusals, "mask_function", nothing)
         assert not torch.equal(valid(name, given, run(model, given)), right)

@@ -297,7 +297,7 @@ def test_other_layouts_are_refused_by_name(name, settings, part):
     refused(kind(kind.config_class(**settings)), part)
 
 
-def test_lengths_that_add_nothing():
+def test_lengths_that_add_nothing_change_nothing_or_are_refused():
     model = learned("RobertaModel")
     before = snapshot(model)
     assert extend_positions(model, OLD) is model
@@ -361,7 +361,7 @@ def test_an_error_while_building_changes_nothing(monkeypatch):
     refused(model, error=ZeroDivisionError)
 
 
-def test_the_parts_of_a_composite_model(tmp_path):
+def test_the_parts_of_a_composite_model_are_extended_one_by_one(tmp_path):
     parts = (
         learned("RobertaModel"),
         make("BertLMHeadModel", {**ENCODER, "is_decoder": True, "add_cross_attention": True}),

@@ -30,7 +30,7 @@ def switch(model, name):
 
 
 @pytest.mark.parametrize(("name", "what", "kind"), CASES, ids=[case[0] for case in CASES])
-def test_saved_and_loaded(name, what, kind, tmp_path):
+def test_a_saved_model_loads_with_its_recipe(name, what, kind, tmp_path):
     model, given = build(name), inputs(name)
     exact = run(model, given)
     with sparing.approximate(model, what, seed=7):
@@ -230,7 +230,7 @@ def test_bad_recipes_are_refused(content, message, tmp_path):
     ],
     ids=range(5),
 )
-def test_a_file_that_cannot_be_read_as_json(text, message, tmp_path):
+def test_a_file_that_is_not_json_is_refused(text, message, tmp_path):
     (tmp_path / "recipe.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=f"recipe: .*recipe.json' is not JSON: .*{message}"):
         sparing.Recipe.load(tmp_path / "recipe.json")

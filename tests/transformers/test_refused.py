@@ -80,7 +80,7 @@ def test_bad_input_is_refused_before_anything_changes(name, arguments, kind, mes
     assert state(model) == before
 
 
-def test_models_without_attention():
+def test_models_without_attention_are_refused():
     with pytest.raises(ValueError, match="model: Sequential has no attention modules"):
         sparing.approximate(nn.Sequential(nn.Linear(3, 3)), "exact")
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):

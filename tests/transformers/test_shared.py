@@ -56,7 +56,7 @@ def by_name(name, spec=WINDOW):
 
 @pytest.mark.parametrize("name", ["bert", "vit", "llama"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_choice_on_top_of_a_name_does_not_depend_on_history(name, warm):
+def test_settings_on_top_of_a_name_do_not_depend_on_history(name, warm):
     given, model = inputs(name), by_name(name)
     wanted = build(name)
     with sparing.approximate(wanted, {0: "exact", 1: WINDOW}):
@@ -107,7 +107,7 @@ def test_copies_of_exact_siblings_are_exact(bert):
         assert torch.equal(run(pickle.loads(pickle.dumps(bart)), given), out)
 
 
-def test_a_switch_of_the_user_in_between_is_given_back(bert):
+def test_an_implementation_that_the_user_set_in_between_is_given_back(bert):
     outer = sparing.approximate(bert, WINDOW)
     bert.set_attn_implementation("eager")
     sparing.approximate(bert, "window(size=8)").restore()

@@ -14,7 +14,7 @@ def smollm2():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_real_weights_of_smollm2(smollm2):
+def test_sinks_help_and_full_budgets_are_exact_with_the_weights_of_smollm2(smollm2):
     from sparing.smollm2 import token_ids
 
     model = smollm2.model

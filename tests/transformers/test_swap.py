@@ -7,7 +7,7 @@ from sparing.workbench import swap as measured
 from tests.support.model_zoo import build, tokens
 
 
-def test_cosines_of_an_encoder(minilm):
+def test_an_encoder_has_a_cosine_for_each_method(minilm):
     specs = ["window(size=8)", "top_keys(keys=4)", "top_keys(keys=32)", "top_keys(keys=64)"]
     rows = list(measured.swap(minilm.model, minilm.ids[:, :64], specs, decoder=False))
     assert [str(row.method) for row in rows] == ["exact", *specs]
@@ -19,7 +19,7 @@ def test_cosines_of_an_encoder(minilm):
     assert minilm.model.config._attn_implementation == "sdpa"
 
 
-def test_perplexity_of_a_language_model():
+def test_perplexity_is_the_mean_over_documents():
     """By hand: the mean over documents is that of the log-likelihoods."""
     model, ids = build("llama"), tokens(30, 3)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def test_perplexity_of_a_language_model():
     assert abs(narrow.mean / first.mean - 1) > 1e-3
 
 
-def test_seeds_and_keys_read():
+def test_random_methods_run_once_per_seed():
     """Every document of every seed; one run where nothing is random."""
     model, ids = build("llama"), tokens(70, 2)
     spec = "multipole(clusters=4, keys=6, window=0, chunk=16)"
@@ -52,7 +52,7 @@ def test_several_files_are_documents(tmp_path):
     assert measured.texts_of([str(path) for path in paths]) == ["a.txt\nhas two lines", "b.txt\nhas two lines"]
 
 
-def test_the_command(capsys, tmp_path):
+def test_the_command_prints_a_table(capsys, tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("too short\n\n" + "a much longer line of text " * 20 + "\n")
     options = ["minilm", "--length", "40", "--documents", "1", "--text", str(path), "--methods", "window(size=8),exact"]

@@ -1,8 +1,11 @@
 """A layer of a Hugging Face cache, with sparing's index beside its keys and values.
 
 Whatever transformers does to a cache (append, crop, reorder for beams, repeat, select, reset), it does through methods
-of the layer, so the index follows. What is done behind them is seen before the next token: the tensors are not the
+of the layer, so the index follows. What is done without them is seen before the next token: the tensors are not the
 ones that the layer made, or were written to.
+
+A model passes its attention function keys and values, and not the cache that they come from. So the keys that a layer
+returns carry the layer: whoever holds them finds its index, in any thread, and nothing else has to be remembered.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from sparing.index import Index
+from sparing.transformers.state import LayerState, state_of
+
+_LAYER = "_sparing_cache_layer"  # on the keys that a layer returned: the layer, and the keys that it holds
+_INDEXES = "_sparing_indexes"  # on the keys of a layer that sparing has not seen yet: their indexes, by layer number
 
 
 class IndexedLayer(DynamicLayer):
@@ -21,24 +28,27 @@ class IndexedLayer(DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.number: int | None = None  #: in its cache
         self.index: Index | None = None
-        self._room: tuple[Tensor, Tensor] | None = None  # what keys and values are the first part of
+        self._buffers: tuple[Tensor, Tensor] | None = None  # what keys and values are the first part of
         self._made: tuple[tuple[Tensor | None, int | None], ...] = ()
 
     @classmethod
-    def over(cls, layer: DynamicLayer) -> IndexedLayer:
-        """The same keys and values."""
+    def from_layer(cls, layer: DynamicLayer, number: int) -> IndexedLayer:
+        """Return a layer with the same keys and values, and their index if there is one."""
         made = cls()
         vars(made).update(vars(layer))
+        made.number = number
+        made.set_index(vars(layer.keys).pop(_INDEXES, {}).get(number) if isinstance(layer.keys, Tensor) else None)
         return made
 
-    def give(self, index: Index | None) -> None:
-        """Keep an index of what the layer holds now."""
+    def set_index(self, index: Index | None) -> None:
+        """Keep an index of what the layer holds now; None drops the present one."""
         self.index = index
         self._remember()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all of them."""
+        """Append keys and values, and return all of them; the keys carry the layer."""
         self._check()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -49,33 +59,36 @@ class IndexedLayer(DynamicLayer):
         gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*new, *held))
         if gradient or (n and not alike):  # what does not fit is refused there
             keys, values = super().update(*new)
-            self._room = None
+            self._buffers = None
         else:
             if not self._fits(new, end):
-                self._room = (_roomier(held[0], key_states, n, end), _roomier(held[1], value_states, n, end))
-            assert self._room is not None
-            for room, fresh in zip(self._room, new, strict=True):
-                room[..., n:end, :] = fresh
-            keys, values = (room[..., :end, :] for room in self._room)
+                self._buffers = (_enlarged(held[0], key_states, n, end), _enlarged(held[1], value_states, n, end))
+            assert self._buffers is not None
+            for buffer, fresh in zip(self._buffers, new, strict=True):
+                buffer[..., n:end, :] = fresh
+            keys, values = self._buffers[0][..., :end, :], self._buffers[1][..., :end, :]
             self.keys, self.values = keys, values
         self._remember()
+        if not torch.compiler.is_compiling():
+            keys = keys.view_as(keys)  # the layer's own keys would hold the layer, which holds them
+            setattr(keys, _LAYER, (self, self.keys))
         return keys, values
 
     def _fits(self, new: tuple[Tensor, Tensor], end: int) -> bool:
-        if self._room is None or end > self._room[0].shape[-2]:
+        if self._buffers is None or end > self._buffers[0].shape[-2]:
             return False
         # Tensors of inference mode cannot be written to outside it.
-        frozen = self._room[0].is_inference() and not torch.is_inference_mode_enabled()
+        frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
         return not frozen and all(
             (x.dtype, x.device, x.shape[:2]) == (torch.promote_types(x.dtype, y.dtype), y.device, y.shape[:2])
-            for x, y in zip(self._room, new, strict=True)
+            for x, y in zip(self._buffers, new, strict=True)
         )
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """As for any layer; the index forgets the same tokens."""
+        """Remove tokens as any layer does; the index forgets the same ones."""
         self._check()
         super().crop(*args, **kwargs)
-        self._room = None  # the tokens that were cut off may be in use elsewhere
+        self._buffers = None  # the tokens that were cut off may be in use elsewhere
         if self.index is not None and self.index.length < self.get_seq_length():
             self.index = None  # it missed tokens: the model was restored in between
         elif self.index is not None:
@@ -84,55 +97,55 @@ class IndexedLayer(DynamicLayer):
         self._remember()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """As for any layer; the index goes with the beams."""
+        """Reorder the batch as any layer does; the index follows."""
         self._check()
         super().reorder_cache(beam_idx)
-        self._follow(beam_idx)
+        self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """As for any layer."""
+        """Repeat the items of the batch as any layer does; the index follows."""
         self._check()
         if self.index is not None:
             self.index.select(torch.arange(self.index.batch).repeat_interleave(repeats))
         super().batch_repeat_interleave(repeats)
-        self._follow(None)
+        self._select(None)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """As for any layer."""
+        """Select items of the batch as any layer does; the index follows."""
         self._check()
         chosen = None if self.index is None else torch.arange(self.index.batch)[indices.cpu()]
         super().batch_select_indices(indices)
-        self._follow(chosen)
+        self._select(chosen)
 
-    def _follow(self, items: Tensor | None) -> None:
+    def _select(self, items: Tensor | None) -> None:
         if self.index is not None and items is not None:
             self.index.select(items.cpu())
-        self._room = None
+        self._buffers = None
         self._remember()
 
     def reset(self) -> None:
-        """Forget keys, values and index, which start again with the next prompt."""
+        """Forget keys, values and index; the next prompt starts again."""
         # Older versions zero the tensors and keep their length; tensors of inference mode could not be written to.
         self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
-        self.index, self._room = None, None
+        self.index, self._buffers = None, None
         self._remember()
 
     def offload(self) -> None:
-        """As for any layer."""
+        """Move keys and values away as any layer does."""
         super().offload()
-        self._follow(None)
+        self._select(None)
 
     def prefetch(self) -> None:
-        """As for any layer."""
+        """Move keys and values back as any layer does."""
         super().prefetch()
-        self._follow(None)
+        self._select(None)
 
     def _remember(self) -> None:
-        self._made = tuple((x, _version(x)) for x in (self.keys, self.values))
+        self._made = ((self.keys, _version(self.keys)), (self.values, _version(self.values)))
 
     def _check(self) -> None:
-        """Raise where keys or values were changed by somebody else since the index was made or extended."""
+        """Raise if keys or values were changed by somebody else since the index was made or extended."""
         if self.index is None:
             return
         for name, x, (made, version) in zip(("keys", "values"), (self.keys, self.values), self._made, strict=True):
@@ -145,15 +158,15 @@ class IndexedLayer(DynamicLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check()
-        return {**vars(self), "_room": None, "_made": ()}
+        return {**vars(self), "_buffers": None, "_made": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._remember()
 
 
-def indexed(cache: Cache, number: int) -> IndexedLayer | None:
-    """A layer of the cache, made able to keep an index; None where it is of a kind that sparing does not know."""
+def indexed_layer(cache: Cache, number: int) -> IndexedLayer | None:
+    """Return a layer of the cache, made able to keep an index; None if it is of a kind that sparing does not know."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if getattr(cache, "offloading", False):
@@ -165,19 +178,46 @@ def indexed(cache: Cache, number: int) -> IndexedLayer | None:
         return None
     layer = cache.layers[number]
     if type(layer) is DynamicLayer:
-        layer = cache.layers[number] = IndexedLayer.over(layer)
+        layer = cache.layers[number] = IndexedLayer.from_layer(layer, number)
     return layer if isinstance(layer, IndexedLayer) else None
 
 
-def _roomier(old: Tensor, new: Tensor, kept: int, need: int) -> Tensor:
-    """Room for an eighth more than is needed, with the old rows at its start; of the type that joins both."""
+def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the layer of the cache that an attention module will append to keep an index: a forward pre-hook."""
+    state, number = state_of(module), getattr(module, "layer_idx", None)
+    if state is None or number is None or state.cross or state.window is not None or torch.compiler.is_compiling():
+        return
+    if not state.stack or not state.stack[-1].decodes:
+        return
+    for argument in (*kwargs.values(), *args):
+        if isinstance(argument, Cache):
+            indexed_layer(argument, number)
+            return
+
+
+def find_layer(module: nn.Module, state: LayerState, key: Tensor, value: Any) -> IndexedLayer | None:
+    """Return the layer of the module's cache that holds just these keys and values, and with it their index."""
+    layer, keys = getattr(key, _LAYER, (None, None))
+    if layer is None or layer.keys is not keys or layer.values is not value or layer.number is None:
+        return None
+    own = layer.number == getattr(module, "layer_idx", None)  # models may share the keys of one layer with others
+    return layer if own and not state.cross and state.window is None else None
+
+
+def attach_index(module: nn.Module, key: Tensor, index: Index) -> None:
+    """Leave the index with keys whose cache is not known yet: `prepare_cache` will find it there."""
+    vars(key).setdefault(_INDEXES, {})[getattr(module, "layer_idx", None)] = index
+
+
+def _enlarged(old: Tensor, new: Tensor, kept: int, need: int) -> Tensor:
+    """Return a buffer an eighth larger than needed, with the old rows at its start; of the type that joins both."""
     shape = (*new.shape[:-2], need + max(need // 8, 64), new.shape[-1])
-    room = new.new_empty(shape, dtype=torch.promote_types(old.dtype, new.dtype))
+    buffer = new.new_empty(shape, dtype=torch.promote_types(old.dtype, new.dtype))
     if kept:
-        room[..., :kept, :] = old
-    return room
+        buffer[..., :kept, :] = old
+    return buffer
 
 
 def _version(x: Tensor | None) -> int | None:
-    """How often a tensor was written to; tensors of inference mode do not count that."""
+    """Return how often a tensor was written to; tensors of inference mode do not count that."""
     return None if x is None or x.is_inference() else x._version

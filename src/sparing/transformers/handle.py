@@ -1,4 +1,4 @@
-"""`approximate()`: swap methods into a model, and the handle that swaps them out again."""
+"""`approximate()`: let a model run other methods; the handle that it returns gives the model back."""
 
 from __future__ import annotations
 
@@ -11,41 +11,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparing.transformers.adapters import settle
-from sparing.transformers.choose import Layers, What, choose
-from sparing.transformers.decode import look_ahead
-from sparing.transformers.deferred import Deferred
-from sparing.transformers.find import Layer, find
-from sparing.transformers.hook import register
-from sparing.transformers.keep import keep_recipe, recipe_of, running
+from sparing.transformers.arguments import Layers, What, read_arguments
+from sparing.transformers.cache import prepare_cache
+from sparing.transformers.config_recipe import recipe_of, write_recipe
+from sparing.transformers.find import AttentionLayer, find
 from sparing.transformers.recipe import Recipe
-from sparing.transformers.resolve import resolve
-from sparing.transformers.slot import Choice, Slot, hang, slot_of
+from sparing.transformers.runtime.adapters import set_class
+from sparing.transformers.runtime.by_name import state_by_name
+from sparing.transformers.runtime.function import register
+from sparing.transformers.runtime.projection import UnprojectedLinear
+from sparing.transformers.runtime.refusals import check_called
+from sparing.transformers.state import (
+    NAME,
+    LayerSettings,
+    LayerState,
+    config_state,
+    method_of,
+    names_sparing,
+    set_state,
+    state_of,
+)
 from sparing.transformers.statistics import LayerStatistics, Statistics, Tally
-from sparing.transformers.switch import NAME, adopt, is_ours, switch_of
 
 
 class Handle:
     """What `approximate()` did to a model. `restore()` undoes it, as does leaving a `with` block."""
 
     def __init__(
-        self, model: nn.Module, layers: list[Layer], choices: dict[int, Choice], exact: dict[int, str]
+        self, model: nn.Module, layers: list[AttentionLayer], settings: dict[int, LayerSettings], exact: dict[int, str]
     ) -> None:
         self.model = model
         self._layers = layers
-        self._choices = choices
+        self._settings = settings
         self._exact = exact  # why layers that nobody named stayed exact
         self._undo: list[Callable[[], None]] = []
         self._restored = False
         config = getattr(model, "config", None)
-        self._record = None if config is None else switch_of(config)  # lives as long as somebody may restore
+        self._config = None if config is None else config_state(config)  # lives as long as somebody may restore
 
     def restore(self) -> None:
         """Give the model back as it was before this call; harmless when repeated."""
         self._restored = True
         while self._undo:
             self._undo.pop()()
-        keep_recipe(self.model, self._layers)
+        write_recipe(self.model, self._layers)
 
     @property
     def active(self) -> bool:
@@ -55,7 +64,7 @@ class Handle:
     @property
     def layers(self) -> dict[str, str]:
         """What every attention layer of the model runs now."""
-        return {layer.name: str(running(layer) or "exact") for layer in self._layers}
+        return {layer.name: str(method_of(layer.module) or "exact") for layer in self._layers}
 
     @property
     def recipe(self) -> Recipe:
@@ -70,10 +79,10 @@ class Handle:
         reset: start again from zero afterwards.
         """
         layers = []
-        for index, choice in self._choices.items():
-            layers.append(LayerStatistics(self._layers[index].name, choice.method, choice.tally.settle()))
+        for index, settings in self._settings.items():
+            layers.append(LayerStatistics(self._layers[index].name, settings.method, settings.tally.count_pending()))
             if reset:
-                choice.tally = Tally()
+                settings.tally = Tally()
         return Statistics(tuple(copy.deepcopy(layer) for layer in layers))
 
     def __enter__(self) -> Handle:
@@ -88,7 +97,7 @@ class Handle:
         lines = [f"<sparing on {type(self.model).__name__}: {self._summary()}"]
         runs: list[tuple[str, list[str]]] = []
         for layer in self._layers:
-            method = running(layer)
+            method = method_of(layer.module)
             why = self._exact.get(layer.index)
             text = str(method) if method is not None else f"exact: {why}" if why else "exact"
             if method is not None and layer.window is not None and not method.supports.attn_mask:
@@ -100,7 +109,10 @@ class Handle:
             place = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             lines.append(f"  {place}: {text}")
         lines += [f"  {line}" for line in self._phases()]
-        if any(layer.causal and (method := running(layer)) and method.supports.projection for layer in self._layers):
+        if any(
+            layer.causal and (method := method_of(layer.module)) and method.supports.projection
+            for layer in self._layers
+        ):
             lines.append("  methods on the value layer need use_cache=False")
         return "\n".join(lines) + ">"
 
@@ -108,9 +120,10 @@ class Handle:
         """What causal layers do with prompts, and with tokens that continue a cache."""
         found = {}
         for layer in self._layers:
-            slot = slot_of(layer.module)
-            if layer.causal and running(layer) is not None and slot is not None and slot.choice is not None:
-                found[slot.choice.when == "decode", slot.choice.decodes] = True
+            state = state_of(layer.module)
+            settings = None if state is None else state.settings
+            if layer.causal and settings is not None and not settings.exact:
+                found[settings.when == "decode", settings.decodes] = True
         lines = {
             (False, False): "prompts run as above; tokens that continue a cache (decoding) run exact attention",
             (False, True): "prompts and tokens that continue a cache (decoding) run as above",
@@ -121,7 +134,7 @@ class Handle:
     def _summary(self) -> str:
         if not self.active:
             return "restored"
-        count = sum(running(layer) is not None for layer in self._layers)
+        count = sum(method_of(layer.module) is not None for layer in self._layers)
         return f"{count} of {len(self._layers)} attention layers approximated"
 
 
@@ -158,76 +171,70 @@ def approximate(
       encoder.layer.0.attention.self ... encoder.layer.1.attention.self (2 layers): nystrom(landmarks=16)>
     """
     places = find(model)
-    wanted, exact = choose(model, places, what, layers, seed, when)
+    wanted, exact = read_arguments(model, places, what, layers, seed, when)
     register()
     handle = Handle(model, places, wanted, exact)
     try:
-        slots = _slots(places)
-        for index, choice in wanted.items():
-            _apply(places[index], slots[index], choice, handle._undo)
-        keep_recipe(model, places)
+        states = _states(places)
+        for index, settings in wanted.items():
+            _apply(places[index], states[index], settings, handle._undo)
+        write_recipe(model, places)
     except BaseException:
         handle.restore()
         raise
     return handle
 
 
-def _slots(places: list[Layer]) -> list[Slot]:
-    """The slots of the layers, hung where there was none; what a config's recipe said by name is read first."""
+def _states(places: list[AttentionLayer]) -> list[LayerState]:
+    """Return the states of the layers, new ones where there were none; what a config's recipe says is read first."""
     for layer in places:
-        slot, config = slot_of(layer.module), getattr(layer.module, "config", None)
-        by_name = slot is not None and all(choice.by_name for choice in slot.choices)
-        if by_name and config is not None and not is_ours(config):
-            hang(layer.module, None)  # the model was loaded by name and switched away since
-        if slot_of(layer.module) is None and getattr(config, "_attn_implementation", None) == NAME:
+        state, config = state_of(layer.module), getattr(layer.module, "config", None)
+        from_config = state is not None and all(settings.from_config for settings in state.stack)
+        if from_config and config is not None and not names_sparing(config):
+            set_state(layer.module, None)  # the model was loaded by name, and another name was set since
+        if state_of(layer.module) is None and getattr(config, "_attn_implementation", None) == NAME:
             with suppress(RuntimeError):  # what cannot be read raises when the layer runs
-                resolve(layer.module)
-    slots = []
+                state_by_name(layer.module)
+    states = []
     for layer in places:
-        slot = slot_of(layer.module) or Slot(layer.name)
-        for switch in slot.switches:
-            adopt(switch)
-        slot.name, slot.cross, slot.value, slot.window = layer.name, layer.cross, layer.value, layer.window
-        slot.switches = [switch_of(config) for config in layer.hosts]
-        slots.append(slot)
-    return slots
+        state = state_of(layer.module) or LayerState(layer.name)
+        state.name, state.cross, state.value_name, state.window = layer.name, layer.cross, layer.value, layer.window
+        state.set_configs(layer.configs)
+        states.append(state)
+    return states
 
 
-def _apply(layer: Layer, slot: Slot, choice: Choice, undo: list[Callable[[], None]]) -> None:
-    """Let the layer run the choice; whatever is changed first puts its undoing on the list."""
-    undo.append(lambda: _drop(layer, slot, choice))
-    slot.choices.append(choice)
-    hang(layer.module, slot)
-    for switch in slot.switches:
-        undo.append(switch.on())
-    settle(layer.module, slot, layer.own)
-    if choice.decodes and layer.causal:
-        undo.append(layer.module.register_forward_pre_hook(look_ahead, with_kwargs=True).remove)
-    if choice.method.supports.projection and layer.value is not None and layer.own is None:
+def _apply(layer: AttentionLayer, state: LayerState, settings: LayerSettings, undo: list[Callable[[], None]]) -> None:
+    """Let the layer run the settings; whatever is changed first puts its undoing on the list."""
+    undo.append(lambda: _remove(layer, state, settings))
+    state.stack.append(settings)
+    set_state(layer.module, state)
+    for config in state.configs:
+        undo.append(config.name_sparing())
+    set_class(layer.module, state, layer.family)
+    if settings.decodes and layer.causal:
+        undo.append(layer.module.register_forward_pre_hook(prepare_cache, with_kwargs=True).remove)
+    if settings.method.supports.projection and layer.value is not None and layer.family is None:
         present = getattr(layer.module, layer.value)
-        if not isinstance(present, Deferred):
-            setattr(layer.module, layer.value, Deferred(present, slot))
-    if not choice.exact and not slot.served:
-        undo.append(layer.module.register_forward_hook(_Probation(slot)).remove)
+        if not isinstance(present, UnprojectedLinear):
+            setattr(layer.module, layer.value, UnprojectedLinear(present, state))
+    if not settings.exact and not state.called:
+        undo.append(layer.module.register_forward_hook(_check_called).remove)
 
 
-def _drop(layer: Layer, slot: Slot, choice: Choice) -> None:
-    slot.choices.remove(choice)
-    if not slot.choices:
-        hang(layer.module, None)
-    settle(layer.module, slot, layer.own)
-    if layer.value is not None and not any(c.method.supports.projection for c in slot.choices):
+def _remove(layer: AttentionLayer, state: LayerState, settings: LayerSettings) -> None:
+    state.stack.remove(settings)
+    if not state.stack:
+        set_state(layer.module, None)
+    set_class(layer.module, state, layer.family)
+    if layer.value is not None and not any(each.method.supports.projection for each in state.stack):
         present = getattr(layer.module, layer.value)
-        if isinstance(present, Deferred):
+        if isinstance(present, UnprojectedLinear):
             setattr(layer.module, layer.value, present.restored())
 
 
-class _Probation:
-    """A forward hook that sees to it that the layer calls sparing: its code may have rules that do not show."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self.slot.serving and not self.slot.served:
-            raise RuntimeError(f"{self.slot.name}: {type(module).__name__} did not call sparing; leave it exact")
+def _check_called(module: nn.Module, args: Any, output: Any) -> None:
+    """Raise if the layer ran without calling sparing: a forward hook."""
+    state = state_of(module)
+    if state is not None and not torch.compiler.is_compiling():
+        check_called(state, module)

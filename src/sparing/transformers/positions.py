@@ -83,7 +83,7 @@ def extend_positions(model: Any, length: int) -> Any:
 
 
 def _position_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Everything that looks like a table of positions: modules, and bare parameters or buffers."""
+    """Yield everything that looks like a table of positions: modules, and bare parameters or buffers."""
     seen: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(seen):
@@ -103,12 +103,12 @@ def _position_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]
 
 
 def _grows(module: nn.Module) -> bool:
-    """Whether it is a sinusoidal table that its own forward lengthens on demand (FSMT, M2M100, XGLM)."""
+    """Return whether it is a sinusoidal table that its own forward lengthens on demand (FSMT, M2M100, XGLM)."""
     return "Sinusoid" in type(module).__name__ and (hasattr(module, "make_weight") or hasattr(module, "make_weights"))
 
 
 def _needs_no_table(model: nn.Module) -> bool:
-    """Whether its positions are known to be computed for any length."""
+    """Return whether its positions are known to be computed for any length."""
     return any(
         "Rotary" in type(part).__name__ or name.endswith("relative_attention_bias") or _grows(part)
         for name, part in model.named_modules()
@@ -122,7 +122,7 @@ def _without_table(model: nn.Module) -> str:
 
 
 def _table(model: Any, name: str, part: Any) -> _Table:
-    """The table, or an error with its name if its layout is unknown."""
+    """Return the table, or raise an error with its name if its layout is unknown."""
     label = f"{name} ({type(part).__name__})"
     path, _, attribute = name.rpartition(".")
     kind, parent = type(part), model.get_submodule(path)
@@ -164,7 +164,7 @@ def _table(model: Any, name: str, part: Any) -> _Table:
 
 
 def _changes(model: Any, tables: list[_Table], length: int) -> list[Callable[[], object]]:
-    """All assignments, ready to run; every check and every allocation comes before the first of them.
+    """Return all assignments, ready to run; every check and every allocation comes before the first of them.
 
     What the length decides in a model is read off the model's own constructor: two skeletons without storage, one
     with the old config and one with the new, differ in nothing else.
@@ -233,7 +233,7 @@ def _tiled(table: _Table, length: int) -> Tensor:
 
 
 def _computed(skeleton: Any, name: str, old: Tensor, *, fixed: bool) -> Tensor:
-    """A longer buffer or fixed table by the family's own code, which must continue the present one."""
+    """Return a longer buffer or fixed table by the family's own code, which must continue the present one."""
     if isinstance(old, nn.Parameter) and not fixed:
         raise Unsupported(f"{name} depends on the length too; extend_positions cannot lengthen it")
     owner, key = _owner(skeleton, name)
@@ -255,7 +255,7 @@ def _computed(skeleton: Any, name: str, old: Tensor, *, fixed: bool) -> Tensor:
 
 
 def _numbers(model: nn.Module, old: nn.Module, new: nn.Module) -> list[Callable[[], object]]:
-    """Integers that modules copied from the config, such as `num_embeddings` or BigBird's `max_seqlen`."""
+    """Return changes of integers that modules copied from the config, as `num_embeddings` or BigBird's `max_seqlen`."""
     changes: list[Callable[[], object]] = []
     before, after = dict(old.named_modules()), dict(new.named_modules())
     for path, module in model.named_modules():

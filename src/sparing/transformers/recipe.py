@@ -16,8 +16,9 @@ from sparing.contract import method as _method
 from sparing.from_json import parse, read_text
 from sparing.spec import shown
 from sparing.store import Damaged, add_checksum, verify_checksum, write_files
-from sparing.transformers.slot import WHEN
 
+#: Which tokens are approximated: a prompt, those that continue a cache, or both.
+WHEN = ("always", "prefill", "decode")
 VERSION = 1
 _KNOWN = ("version", "architecture", "seed", "when", "layers", "about")
 
@@ -77,7 +78,7 @@ class Recipe:
 
     @classmethod
     def of(cls, source: Recipe | Mapping[str, Any] | str | os.PathLike[str]) -> Recipe:
-        """A recipe as it comes: itself, its JSON, a path to a file of it, or one spec for every layer."""
+        """Return a recipe from itself, its JSON, a path to a file of it, or one spec for every layer."""
         if isinstance(source, Recipe):
             return source
         if isinstance(source, Mapping):
@@ -131,7 +132,7 @@ class Recipe:
         return cls(found["layers"], found.get("seed", 0), found.get("architecture"), found.get("about", {}), when)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON holds."""
+        """Return the recipe as a JSON-serialisable dict."""
         seed = dict(self.seed) if isinstance(self.seed, Mapping) else self.seed
         layers, about = dict(self.layers), dict(self.about)
         when = {} if self.when == "always" else {"when": self.when if isinstance(self.when, str) else dict(self.when)}
@@ -145,24 +146,24 @@ class Recipe:
         write_files({Path(path): json.dumps(add_checksum(self.to_dict()), indent=2) + "\n"})
 
     def method_of(self, name: str) -> Method | None:
-        """What the layer runs; None where the recipe does not name it."""
+        """Return what the layer runs, or None if the recipe does not name it."""
         spec = self.spec_of(name)
         return None if spec is None else _method(spec)
 
     def spec_of(self, name: str) -> str | None:
-        """The same as it is written."""
+        """Return the spec of a layer as it is written."""
         return _named(self.layers, name, None)
 
     def seed_of(self, name: str) -> int | None:
-        """The seed of a layer."""
+        """Return the seed of a layer."""
         return _named(self.seed, name, None) if isinstance(self.seed, Mapping) else self.seed
 
     def when_of(self, name: str) -> str:
-        """Which tokens of a layer are approximated."""
+        """Return which tokens of a layer are approximated."""
         return _named(self.when, name, "always") if isinstance(self.when, Mapping) else self.when
 
     def name_at(self, index: int) -> str | None:
-        """The name of a layer by its number, where the layers are one numbered stack; None where that is not clear."""
+        """Return the name of a layer by its number, or None if the layers are not one numbered stack."""
         if list(self.layers) == ["*"]:
             return f"layer {index}"
         matches = [re.fullmatch(r"(\D*)(\d{1,9})(\D*)", name) for name in self.layers]
@@ -173,12 +174,12 @@ class Recipe:
 
 
 def _named(table: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """What a table says of a layer: by its name, or else by the first pattern that fits."""
+    """Return what a table says of a layer: by its name, or else by the first pattern that fits."""
     if name in table:
         return table[name]
     return next((entry for key, entry in table.items() if fnmatchcase(name, key)), otherwise)
 
 
 def is_path(source: Any) -> bool:
-    """Whether it names a file rather than a method: a path object, or text that ends in .json."""
+    """Return whether it names a file rather than a method: a path object, or text that ends in .json."""
     return isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith(".json"))

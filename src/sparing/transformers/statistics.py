@@ -1,4 +1,4 @@
-"""What the layers of an approximated model have done: calls, sampling rates, work."""
+"""Count what the layers of an approximated model have done: calls, sampling rates, work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from sparing.contract import Method, Projection, Shape
 from sparing.contract import method as _method
 
-_LATER = 256  # steps whose counts are read together
+_PENDING = 256  # steps whose counts are read together
 _counting = threading.Lock()  # threads may share a model
 
 
 class _Step(NamedTuple):
-    """What a tally counts later."""
+    """A step that a tally has not counted yet."""
 
     method: Method
     queries: torch.Size
@@ -46,16 +46,15 @@ class Tally:
     global_rate: float = 0.0  #: of `rate`, likewise
     flops: float = 0.0
     exact_flops: float = 0.0
-    later: list[_Step] = field(default_factory=list, repr=False)  #: of `settle`
+    pending: list[_Step] = field(default_factory=list, repr=False)  #: steps that are not counted yet
 
     def add(
-        self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, mask: Tensor | None,
+        self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, lengths: list[int],
         is_causal: bool, facts: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Count one call."""
+        """Count one call; lengths: the valid keys of each item, facts: what the method noted."""
         batch, heads, n_q, head_dim = query.shape
         kv_heads, n_k = key.shape[1], key.shape[2]
-        lengths = facts["tokens"].amax(-1).tolist() if "tokens" in facts else _lengths(mask, batch, n_k)
         width = value.weight.shape[0] // kv_heads if isinstance(value, Projection) else value.shape[-1]
         features = value.x.shape[-1] if isinstance(value, Projection) else None
         self.calls += 1
@@ -96,14 +95,14 @@ class Tally:
         with _counting:
             self.steps += facts is not None
             self.covered += facts is None
-            self.later.append(step)
-        if len(self.later) >= _LATER:
-            self.settle()
+            self.pending.append(step)
+        if len(self.pending) >= _PENDING:
+            self.count_pending()
 
-    def settle(self) -> Tally:
-        """Count the steps that were left to be counted later, so that they need not wait for it."""
+    def count_pending(self) -> Tally:
+        """Count the steps that were left for later, so that generation need not wait for it, and return the tally."""
         with _counting:
-            for method, (batch, heads, n_q, head_dim), n_k, width, valid, facts in self.later:
+            for method, (batch, heads, n_q, head_dim), n_k, width, valid, facts in self.pending:
                 keys = batch * n_k if valid is None else valid
                 shown, each = float(heads * (n_q * keys - batch * n_q * (n_q - 1) // 2)), 2.0 * (head_dim + width) + 1.0
                 touched = shown if facts is None else float(facts["touched"].sum())
@@ -112,7 +111,7 @@ class Tally:
                 self.touched += touched
                 self.exact_flops += each * shown
                 self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
-            self.later = []
+            self.pending = []
         return self
 
     def add_values(
@@ -167,7 +166,7 @@ class LayerStatistics:
 
     @property
     def share_read(self) -> float | None:
-        """The same as a share of the keys that it could have read."""
+        """Keys that a query read, as a share of those that it could have read."""
         return self.tally.touched / self.tally.shown if self.tally.shown else None
 
     @property
@@ -177,7 +176,7 @@ class LayerStatistics:
 
     @property
     def paper_rate(self) -> float | None:
-        """The same over all slots, where padding counts as a token with no samples: the paper's."""
+        """The mean of r / d over all positions, where padding counts as a token without samples: the paper's."""
         return self._per(self.tally.slots)
 
     @property
@@ -237,7 +236,7 @@ class Statistics:
 
 
 def _valid_part(facts: Mapping[str, Tensor], length: int, features: int | None) -> dict[str, Tensor] | None:
-    """The facts of one item about its sampled values, averaged over its valid keys alone."""
+    """Return the facts of one item about its sampled values, averaged over its valid keys alone."""
     if "counts" not in facts or not features:
         return None
     # Padding has no samples, but where everything is exact it is projected like the rest.
@@ -246,14 +245,6 @@ def _valid_part(facts: Mapping[str, Tensor], length: int, features: int | None) 
     if "products" in facts:
         part |= {"products": facts["products"], "terms": facts["terms"].double().sum(-1) / max(length, 1)}
     return part
-
-
-def _lengths(mask: Tensor | None, batch: int, n_k: int) -> list[int]:
-    """Valid keys of each item, where the mask is boolean and the same for all queries."""
-    if mask is None or mask.dtype != torch.bool or (mask.shape[-2] != 1 and mask.stride(-2) != 0):
-        return [n_k] * batch
-    found: list[int] = mask[:, 0, 0].sum(-1).tolist()
-    return found if len(found) == batch else found * batch
 
 
 def _count(value: float | None) -> str:

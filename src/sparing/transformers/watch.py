@@ -1,47 +1,29 @@
-"""What the attention layers of a model are given, as it runs: measurements need the very tensors."""
+"""Observe what the attention layers of a model are given as it runs: measurements need the very tensors."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from sparing.contract import Method, Projection
-from sparing.transformers.slot import slot_of
+from sparing.contract import Method
+from sparing.transformers.arguments import What
+from sparing.transformers.handle import Handle, approximate
+from sparing.transformers.state import Seen, state_of
 
-if TYPE_CHECKING:
-    from sparing.transformers.choose import What
-    from sparing.transformers.handle import Handle
-
-
-class Seen(NamedTuple):
-    """One call of a layer: what `sparing.attention(query, key, value, **call)` would run."""
-
-    layer: str
-    query: Tensor
-    key: Tensor
-    value: Tensor | Projection
-    call: dict[str, Any]
-
-    @property
-    def projected(self) -> Tensor:
-        """The values that every method takes."""
-        return self.value.project(self.key.shape[1]) if isinstance(self.value, Projection) else self.value
+__all__ = ["Seen", "is_approximated", "rehearse", "swapped"]
 
 
 def is_approximated(model: nn.Module) -> bool:
-    """Whether a layer runs a method now."""
-    slots = [slot for module in model.modules() if (slot := slot_of(module)) is not None]
-    return any(slot.serving and slot.choice is not None and not slot.choice.exact for slot in slots)
+    """Return whether a layer runs a method now."""
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    return any(state.active and state.settings is not None and not state.settings.exact for state in states)
 
 
 def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
-    """`approximate` for a measurement: prompts only, and no warning that a method wants training first."""
-    from sparing.transformers.handle import approximate
-
+    """Approximate a model for a measurement: prompts only, without the warning that a method wants training first."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*needs further training")
         return approximate(model, what, seed=seed, when="prefill")
@@ -49,11 +31,11 @@ def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
 
 @contextmanager
 def rehearse(model: nn.Module, what: str | Method, see: Callable[[Seen], None], *, seed: int = 0) -> Iterator[None]:
-    """As if the model was approximated: `see` looks at every call that would be, and the model stays exact.
+    """Show `see` every call that would be approximated, while the model stays exact.
 
     What `approximate` refuses is refused here, too. For prompts and other calls without a cache.
     """
     with swapped(model, what, seed=seed) as handle:
-        for choice in handle._choices.values():
-            choice.see = see
+        for settings in handle._settings.values():
+            settings.observer = see
         yield

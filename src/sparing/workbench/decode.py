@@ -118,9 +118,9 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
     from transformers import DynamicCache
 
     from sparing.transformers import approximate
-    from sparing.transformers.cache import indexed
-    from sparing.transformers.decode import expect, start
-    from sparing.transformers.slot import slot_of
+    from sparing.transformers.cache import indexed_layer
+    from sparing.transformers.runtime.prefill import index_prompt
+    from sparing.transformers.state import state_of
 
     caches = [DynamicCache(), DynamicCache()]
     for cache in caches:
@@ -128,16 +128,11 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
             cache.update(held.keys, held.values, number)
     with approximate(model, spec, seed=seed, when="decode") as handle:
         for module in model.modules():
-            slot = slot_of(module)
-            if slot is not None and slot.choice is not None:
+            state = state_of(module)
+            if state is not None and state.settings is not None:
                 attention: Any = module
-                layer: Any = indexed(caches[0], attention.layer_idx)
-                expect(slot, layer)
-                query = prompt.queries[attention.layer_idx]
-                held = (query, layer.keys, layer.values)
-                begun = start(slot, slot.choice, *held, None, attention.scaling, unasked=False)
-                assert begun is not None
-                begun.learn(*held)
+                layer: Any = indexed_layer(caches[0], attention.layer_idx)
+                index_prompt(state.settings, layer, prompt.queries[attention.layer_idx], attention.scaling)
         ours = model.config._attn_implementation
         fast, slow = _Run(model, caches[0], ours), _Run(model, caches[1], _STOCK)
         for number, (token, following) in enumerate(pairwise(prompt.following)):

@@ -10,8 +10,7 @@ from typing import Any
 
 from sparing.contract import method as _method
 from sparing.store import Store
-from sparing.transformers.choose import base_name
-from sparing.transformers.find import find
+from sparing.transformers.find import base_name, find
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.metrics import Metric
 from sparing.workbench.planning import words

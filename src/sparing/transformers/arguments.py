@@ -13,18 +13,23 @@ from torch import nn
 from sparing.contract import Method, Unsupported
 from sparing.contract import method as _method
 from sparing.spec import shown
-from sparing.transformers.find import Layer
-from sparing.transformers.recipe import Recipe, is_path
-from sparing.transformers.slot import WHEN, Choice
+from sparing.transformers.find import AttentionLayer, base_name
+from sparing.transformers.recipe import WHEN, Recipe, is_path
+from sparing.transformers.state import LayerSettings
 
 What = str | Method | Mapping[Any, str | Method] | Recipe | os.PathLike[str]
 Layers = int | str | Sequence[int | str]
 
 
-def choose(
-    model: nn.Module, places: list[Layer], what: What | None, layers: Layers | None, seed: int | None, when: str | None
-) -> tuple[dict[int, Choice], dict[int, str]]:
-    """The layers' choices by number, and why layers that were not named stay exact."""
+def read_arguments(
+    model: nn.Module,
+    places: list[AttentionLayer],
+    what: What | None,
+    layers: Layers | None,
+    seed: int | None,
+    when: str | None,
+) -> tuple[dict[int, LayerSettings], dict[int, str]]:
+    """Return the layers' settings by number, and why layers that were not named stay exact."""
     if what is None:
         what = Recipe.of_config(getattr(model, "config", None))
         if what is None:
@@ -40,53 +45,57 @@ def choose(
         wanted = _from_mapping(what, places, layers, seed)
     else:
         wanted, exact = _from_method(what, places, layers, seed)  # type: ignore[arg-type]
-    for choice in wanted.values():
-        choice.when = choice.when if when is None else when
+    for settings in wanted.values():
+        settings.when = settings.when if when is None else when
     _refuse(places, wanted)
     _warn(places, wanted)
     return wanted, exact
 
 
 def _from_method(
-    what: str | Method, places: list[Layer], layers: Layers | None, seed: int | None
-) -> tuple[dict[int, Choice], dict[int, str]]:
-    """Which layers run it, and why others stay exact."""
+    what: str | Method, places: list[AttentionLayer], layers: Layers | None, seed: int | None
+) -> tuple[dict[int, LayerSettings], dict[int, str]]:
+    """Return the settings of the layers that run it, and why others stay exact."""
     method, exact = _method(what), {}
     if layers is not None:
         named = [places[index] for index in _select(places, layers, "layers")]
-        return {p.index: Choice(p.method(what), seed, p.stream) for p in named}, {}
+        return {p.index: LayerSettings(p.method(what), seed, p.stream) for p in named}, {}
     for layer in places:
-        if layer.foreign is not None:
-            exact[layer.index] = layer.foreign
+        if layer.unsupported is not None:
+            exact[layer.index] = layer.unsupported
         elif layer.window is not None and method.name != "exact":
             exact[layer.index] = f"it attends within a window of {layer.window} tokens already"
     if len(exact) == len(places):
         first = places[0]
         way_out = (
-            "leave this model as it is" if first.foreign else "name the layers in `layers` to change them all the same"
+            "leave this model as it is"
+            if first.unsupported
+            else "name the layers in `layers` to change them all the same"
         )
         raise Unsupported(f"{first.name} and all other layers stay as they are: {exact[first.index]}; {way_out}")
-    return {p.index: Choice(p.method(what), seed, p.stream) for p in places if p.index not in exact}, exact
+    return {p.index: LayerSettings(p.method(what), seed, p.stream) for p in places if p.index not in exact}, exact
 
 
 def _from_mapping(
-    what: Mapping[Any, str | Method], places: list[Layer], layers: Layers | None, seed: int | None
-) -> dict[int, Choice]:
+    what: Mapping[Any, str | Method], places: list[AttentionLayer], layers: Layers | None, seed: int | None
+) -> dict[int, LayerSettings]:
     if layers is not None:
         raise ValueError("layers: the mapping names the layers already; pass one of the two")
     if not what:
         raise ValueError("what: an empty mapping names no layer")
-    wanted: dict[int, Choice] = {}
+    wanted: dict[int, LayerSettings] = {}
     for key, spec in what.items():
         for index in _select(places, key, "what"):
             method = places[index].method(spec)
             if index in wanted and wanted[index].method != method:
                 raise ValueError(f"what: {places[index].name} is named twice, for {wanted[index].method} and {method}")
-            wanted[index] = Choice(method, seed, places[index].stream)
+            wanted[index] = LayerSettings(method, seed, places[index].stream)
     return wanted
 
 
-def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: Layers | None) -> dict[int, Choice]:
+def _from_recipe(
+    recipe: Recipe, model: nn.Module, places: list[AttentionLayer], layers: Layers | None
+) -> dict[int, LayerSettings]:
     if layers is not None:
         raise ValueError("layers: the recipe names the layers already; pass one of the two")
     have = getattr(getattr(model, "config", None), "model_type", None)
@@ -103,12 +112,12 @@ def _from_recipe(recipe: Recipe, model: nn.Module, places: list[Layer], layers: 
         spec = recipe.spec_of(name)
         if spec is not None:
             method, when = layer.method(spec), recipe.when_of(name)
-            wanted[layer.index] = Choice(method, recipe.seed_of(name), layer.stream, when=when)
+            wanted[layer.index] = LayerSettings(method, recipe.seed_of(name), layer.stream, when=when)
     return wanted
 
 
-def _select(places: list[Layer], layers: Any, argument: str) -> list[int]:
-    """The numbers of the layers that are asked for."""
+def _select(places: list[AttentionLayer], layers: Any, argument: str) -> list[int]:
+    """Return the numbers of the layers that are asked for."""
     if isinstance(layers, bool) or not isinstance(layers, int | str | Sequence):
         raise TypeError(f"{argument}: {layers!r} must be a layer's number or name, or a list of those")
     if isinstance(layers, str):
@@ -125,9 +134,9 @@ def _select(places: list[Layer], layers: Any, argument: str) -> list[int]:
     return sorted({index for one in layers for index in _select(places, one, argument)})
 
 
-def _refuse(places: list[Layer], wanted: dict[int, Choice]) -> None:
-    """Raise where a layer cannot run what it should, before anything is changed."""
-    reasons = [(places[i], choice.method, _refusal(places[i], choice)) for i, choice in wanted.items()]
+def _refuse(places: list[AttentionLayer], wanted: dict[int, LayerSettings]) -> None:
+    """Raise if a layer cannot run what it should, before anything is changed."""
+    reasons = [(places[i], settings.method, _refusal(places[i], settings)) for i, settings in wanted.items()]
     bad = [(layer, method, why) for layer, method, why in reasons if why is not None]
     if bad:
         layer, method, why = bad[0]
@@ -137,9 +146,9 @@ def _refuse(places: list[Layer], wanted: dict[int, Choice]) -> None:
         raise Unsupported(f"{layer.name}{more} cannot run {method}: {why}; {way_out}")
 
 
-def _refusal(layer: Layer, choice: Choice) -> str | None:
-    method = choice.method
-    if choice.when == "decode" and not choice.exact and layer.foreign is None:
+def _refusal(layer: AttentionLayer, settings: LayerSettings) -> str | None:
+    method = settings.method
+    if settings.when == "decode" and not settings.exact and layer.unsupported is None:
         if not method.supports.decode:
             return f"when='decode', but {method.name} cannot continue a cache"
         if not layer.causal or layer.cross:
@@ -149,12 +158,12 @@ def _refusal(layer: Layer, choice: Choice) -> str | None:
     return layer.refusal(method)
 
 
-def _warn(places: list[Layer], wanted: dict[int, Choice]) -> None:
+def _warn(places: list[AttentionLayer], wanted: dict[int, LayerSettings]) -> None:
     found = {}
-    for index, choice in wanted.items():
-        method, target = choice.method, places[index].target
+    for index, settings in wanted.items():
+        method, target = settings.method, places[index].target
         fits = method.supports.training_free if target == "softmax" else method.target == target
-        if not choice.exact and not method.oracle and not fits:
+        if not settings.exact and not method.oracle and not fits:
             found[str(method), target] = method
     for (spec, target), method in found.items():
         warnings.warn(
@@ -164,13 +173,6 @@ def _warn(places: list[Layer], wanted: dict[int, Choice]) -> None:
         )
 
 
-def base_name(model: nn.Module, name: str) -> str:
-    """The name within the base model, so that a recipe fits with and without a head."""
-    name = name.removeprefix("_orig_mod.")  # of a compiled model
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    return name.removeprefix(prefix) if prefix != "." else name
-
-
-def _some(places: list[Layer]) -> str:
+def _some(places: list[AttentionLayer]) -> str:
     names = [repr(p.name) for p in places]
     return ", ".join(names if len(names) <= 4 else [*names[:3], "...", names[-1]])

@@ -1,29 +1,26 @@
-"""Monte-Carlo attention in Longformer: its own windowed and global weights, over sampled value projections."""
+"""Longformer: its own windowed and global weights, over value projections that are sampled by Monte Carlo."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from sparing.contract import Method, Projection
+from sparing.contract import Projection
 from sparing.draws import Draws
 from sparing.methods.monte_carlo.method import MonteCarlo
-from sparing.transformers.own import Served
-from sparing.transformers.serve import refuse_dropout
-from sparing.transformers.slot import Choice, Slot
+from sparing.transformers.families import LONGFORMER
+from sparing.transformers.runtime.adapters.base import AdaptedAttention
+from sparing.transformers.runtime.refusals import check_dropout
+from sparing.transformers.state import LayerSettings
 
 _VALUES = ("value", "value_global")
-_NOBODY: tuple[None, dict[str, Tensor]] = (None, {})
-_instead = threading.local()  #: what the value layers of the module that runs in this thread return
 
 
-class ServedLongformer(Served, LongformerSelfAttention):
+class AdaptedLongformerSelfAttention(AdaptedAttention, LongformerSelfAttention):
     """A first pass of the module's own code gives the weights, a second one uses the values that were sampled for them.
 
     The rows of global tokens use `value_global`, all others `value`; each has its own counts. N counts the valid
@@ -31,20 +28,8 @@ class ServedLongformer(Served, LongformerSelfAttention):
     the model and how many samples it takes, and saves no time.
     """
 
+    family = LONGFORMER
     stock = LongformerSelfAttention
-
-    @classmethod
-    def refusal(cls, module: nn.Module, method: Method) -> str | None:
-        """Only methods that leave the weights alone fit."""
-        if not isinstance(method, MonteCarlo):
-            return f"{cls.stock.__name__} attends within a window by its own code; only monte_carlo can work beside it"
-        odd = [name for name in _VALUES if type(module._modules.get(name)) is not nn.Linear]
-        return f"{method.name} needs linear layers of the values, and {odd[0]} is none" if odd else None
-
-    def __getattr__(self, name: str) -> Any:
-        """The module's children; for its own code, what stands in for its value layers."""
-        running, values = getattr(_instead, "now", _NOBODY)
-        return _Returns(values[name]) if running is self and name in values else super().__getattr__(name)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sample counts depend on the data
     def forward(
@@ -56,17 +41,17 @@ class ServedLongformer(Served, LongformerSelfAttention):
         is_global_attn: bool | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As the module's own."""
-        served, own = self.served(), super().forward
+        """Run as the module's own."""
+        present = self.present()
         given = (hidden_states, attention_mask, is_index_masked, is_index_global_attn, is_global_attn)
-        if served is None:
-            return own(*given, output_attentions)
+        if present is None:
+            return super().forward(*given, output_attentions)
         assert is_index_masked is not None
-        served[1].tally.calls += 1
-        refuse_dropout(*served, self.dropout if self.training else 0.0)
+        present[1].tally.calls += 1
+        check_dropout(*present, self.dropout if self.training else 0.0)
         nothing = hidden_states.new_zeros(1, 1, 1).expand(*hidden_states.transpose(0, 1).shape)
-        with torch.no_grad(), _standing_in(self, dict.fromkeys(_VALUES, nothing)):
-            _, *weights = own(*given, output_attentions=True)
+        with torch.no_grad():
+            _, *weights = self._with_values(dict.fromkeys(_VALUES, nothing), *given, output_attentions=True)
         received = [received_locally(weights[0], is_index_global_attn if is_global_attn else None)]
         pairs = [weights[0].numel()]
         if is_global_attn:
@@ -74,35 +59,44 @@ class ServedLongformer(Served, LongformerSelfAttention):
             received.append(received_from_global(weights[1], is_index_global_attn))
             pairs.append(weights[1].numel())
         flops = [float(count) * (4 * self.head_dim + 1) for count in pairs]  # scores, exponentials, weighted values
-        with _standing_in(self, self._sampled(served, hidden_states, received, ~is_index_masked, flops)):
-            return own(*given, output_attentions)
+        values = self._sample(present[1], hidden_states, received, ~is_index_masked, flops)
+        return self._with_values(values, *given, output_attentions)
 
-    def _sampled(
-        self, served: tuple[Slot, Choice], hidden: Tensor, received: list[Tensor], keep: Tensor, flops: list[float]
+    def _with_values(self, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Run the module's own code on a shallow copy whose value layers return these."""
+        module = copy.copy(self)
+        layers: Any = {name: _Returns(output) for name, output in values.items()}
+        module._modules = {**self._modules, **layers}
+        return LongformerSelfAttention.forward(module, *args, **kwargs)
+
+    def _sample(
+        self, settings: LayerSettings, hidden: Tensor, received: list[Tensor], keep: Tensor, flops: list[float]
     ) -> dict[str, Tensor]:
-        """The values [n, B, H e] by their layers' names; hidden [B, n, d], keep [B, n], and of each layer M (B, H, n)
-        and the FLOPs of the attention over its values."""
-        _, choice = served
-        assert isinstance(choice.method, MonteCarlo)
+        """Return the values [n, B, H e] by their layers' names.
+
+        hidden is [B, n, d] and keep [B, n]; received has of each layer M (B, H, n), and flops those of the attention
+        over its values.
+        """
+        assert isinstance(settings.method, MonteCarlo)
         heads = received[0].shape[1]
-        seed = int(torch.randint(2**63 - 1, ())) if choice.seed is None else choice.seed & (2**64 - 1)
-        streams = torch.tensor(choice.streams(2 * heads), device=hidden.device).unflatten(0, (2, heads))
+        seed = int(torch.randint(2**63 - 1, ())) if settings.seed is None else settings.seed & (2**64 - 1)
+        streams = torch.tensor(settings.streams(2 * heads), device=hidden.device).unflatten(0, (2, heads))
         valid = keep[:, None].expand_as(received[0])
         flops, found = list(flops), {}
         for name, largest, stream in zip(_VALUES, received, streams, strict=False):
             layer: Any = self._modules[name]
             with torch.autocast(hidden.device.type, enabled=False):
                 wide = Projection(hidden.masked_fill(~keep.unsqueeze(-1), 0.0), layer.weight, layer.bias).map(_wide)
-                values, counts = choice.method.values(wide, largest, valid, Draws(seed, stream))
+                values, counts = settings.method.values(wide, largest, valid, Draws(seed, stream))
             found[name] = values.permute(2, 0, 1, 3).flatten(2).to(hidden.dtype)
-            choice.tally.add_values(
+            settings.tally.add_values(
                 counts, keep, hidden.shape[-1], values.shape[-1], flops.pop(0), for_global=name != _VALUES[0]
             )
         return found
 
 
 def received_locally(weights: Tensor, is_global: Tensor | None) -> Tensor:
-    """M (B, H, n): the largest weight that a token without global attention gives to each key.
+    """Return M (B, H, n), the largest weight that a token without global attention gives to each key.
 
     weights: [B, n, H, globals + 2w + 1] as the module returns them: those of the keys with global attention, in their
         order, then those of the keys i - w, ..., i + w. Rows of padding and of global tokens are zero.
@@ -125,7 +119,7 @@ def received_locally(weights: Tensor, is_global: Tensor | None) -> Tensor:
 
 
 def received_from_global(weights: Tensor, is_global: Tensor) -> Tensor:
-    """M (B, H, n): the largest weight that a token with global attention gives to each key.
+    """Return M (B, H, n), the largest weight that a token with global attention gives to each key.
 
     weights: [B, H, globals, n]; items with fewer such tokens than others have rows at the end that mean nothing.
     """
@@ -134,7 +128,7 @@ def received_from_global(weights: Tensor, is_global: Tensor) -> Tensor:
 
 
 def _known(received: Tensor) -> Tensor:
-    """Keys that get weights which are not numbers are projected exactly, as the stock model would."""
+    """Let keys with NaN weights be projected exactly, as the stock model would."""
     return received.nan_to_num(nan=1.0)
 
 
@@ -150,13 +144,3 @@ class _Returns:
 
     def __call__(self, input: Tensor) -> Tensor:
         return self.output.to(input.dtype)
-
-
-@contextmanager
-def _standing_in(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Within, the module's value layers return these in this thread."""
-    _instead.now = (module, values)
-    try:
-        yield
-    finally:
-        del _instead.now

@@ -11,7 +11,9 @@ from transformers.models.yoso import modeling_yoso
 
 import sparing
 import sparing.transformers
-from sparing.transformers import own
+from sparing.transformers.runtime.adapters import mpnet
+from sparing.transformers.runtime.adapters.base import AdaptedAttention
+from sparing.transformers.runtime.masks import add_bias
 from tests.support.model_zoo import build, inputs, run, tokens, valid
 
 MODELS = {
@@ -36,7 +38,7 @@ def other_padding(given):
 
 
 def attention_of(model):
-    return next(m for m in model.modules() if "SelfAttention" in type(m).__name__ or isinstance(m, own.Served))
+    return next(m for m in model.modules() if "SelfAttention" in type(m).__name__ or isinstance(m, AdaptedAttention))
 
 
 def close(found, wanted, atol=1e-5):
@@ -48,9 +50,9 @@ def test_mpnet_at_full_budget_is_the_stock_model(spec, monkeypatch):
     model, given = build("mpnet"), inputs("mpnet")
     before = run(model, given)
     with sparing.approximate(model, spec):
-        assert type(attention_of(model)) is own.ServedMPNet
+        assert type(attention_of(model)) is mpnet.AdaptedMPNetSelfAttention
         close(run(model, given), before)
-        monkeypatch.setattr(own, "biased", lambda bias, mask: mask)  # negative control
+        monkeypatch.setattr(mpnet, "add_bias", lambda bias, mask: mask)  # negative control
         with pytest.raises(AssertionError):
             close(run(model, given), before)
     assert torch.equal(run(model, given), before)
@@ -91,10 +93,10 @@ def test_a_bias_does_not_bring_padding_back_in_16_bits():
     mask = torch.zeros(1, 1, 1, 4, dtype=torch.float16)
     mask[..., 3] = torch.finfo(torch.float16).min
     bias = torch.full((1, 2, 4, 4), 32.0, dtype=torch.float16)
-    total = own.biased(bias, mask)
+    total = add_bias(bias, mask)
     assert torch.equal(total == -torch.inf, (mask != 0).expand(1, 2, 4, 4))
     assert not bool(((bias + mask) <= torch.finfo(torch.float16).min).any())  # what a plain sum does
-    assert torch.equal(own.biased(bias, mask == 0), total)
+    assert torch.equal(add_bias(bias, mask == 0), total)
 
 
 def test_nystromformer_at_full_budget_is_softmax():
@@ -216,7 +218,7 @@ def test_everything_is_put_back(name, spec):
     calls = []
     watch = attention_of(model).register_forward_hook(lambda module, args, output: calls.append(1))
     handle = sparing.approximate(model, spec)
-    assert type(attention_of(model)).__mro__[1] is own.Served
+    assert type(attention_of(model)).__mro__[1] is AdaptedAttention
     assert list(model.state_dict()) == list(weights)
     changed = run(model, given)
     assert calls, "hooks of the user keep running"
@@ -238,7 +240,7 @@ def test_what_changes_while_approximated_stays_changed(name):
         replaced = torch.nn.Linear(64, 64).double()
         setattr(attention, "q" if name == "mpnet" else "query", replaced)
     attention = attention_of(model)
-    assert not isinstance(attention, own.Served)
+    assert not isinstance(attention, AdaptedAttention)
     assert attention.training
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert (attention.q if name == "mpnet" else attention.query) is replaced
@@ -262,7 +264,7 @@ def test_calls_nest_and_may_end_in_any_order():
 
 @pytest.mark.parametrize(("name", "spec"), CASES)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
-def test_16_bit_weights(name, spec, dtype, limit):
+def test_16_bit_weights_give_nearly_the_same_output(name, spec, dtype, limit):
     """Rounded vectors may get other codes and samples: one of eight codes is an eighth of a row. Else half of it holds."""
     limit = limit if spec in ("yoso(hashes=8)", "monte_carlo(alpha=2.0)") else limit / 2
     model, given = build(name), inputs(name)

@@ -1,0 +1,84 @@
+"""Write the recipe of an approximated model into its config, which is saved with the model."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from sparing.store import add_checksum
+from sparing.transformers.find import AttentionLayer, base_name, find
+from sparing.transformers.recipe import Recipe
+from sparing.transformers.state import ConfigState, config_state, method_of, state_of
+
+
+def recipe_of(model: nn.Module, layers: list[AttentionLayer]) -> Recipe:
+    """Return what the model runs now."""
+    specs, seeds, whens = {}, {}, {}
+    for layer in layers:
+        name, state = base_name(model, layer.name), state_of(layer.module)
+        specs[name] = str(method_of(layer.module) or "exact")
+        if state is not None and state.settings is not None:
+            seeds[name], whens[name] = state.settings.seed, state.settings.when
+    architecture = getattr(getattr(model, "config", None), "model_type", None)
+    seed = seeds if len(set(seeds.values())) > 1 else next(iter(seeds.values()), 0)
+    when = whens if len(set(whens.values())) > 1 else next(iter(whens.values()), "always")
+    return Recipe(specs, seed, architecture, when=when)
+
+
+def write_recipe(model: nn.Module, layers: list[AttentionLayer]) -> None:
+    """Write what the model runs into its config, or give back what was there before any model was approximated.
+
+    A part of a model (its encoder, a layer) writes nothing of its own: the names in its recipe would be read as those
+    of the whole. But wholes that wrote into its configs do so again.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is not None and _is_whole(model):
+        state = config_state(config)
+        if not state.writers:
+            state.recipe = getattr(config, "sparing", None)
+        state.writers.pop(id(model), None)
+        state.writers[id(model)] = model
+        _write(state)
+        return
+    for shared in {id(config): config for layer in layers for config in layer.configs}.values():
+        if config_state(shared).writers:
+            _write(config_state(shared))
+
+
+def _write(state: ConfigState) -> None:
+    """Write the recipe of the model that was approximated last, of all that share the config."""
+    for writer in reversed(list(state.writers.values())):
+        layers = find(writer)
+        if any(_is_approximated(layer.module) for layer in layers):
+            state.config.sparing = add_checksum(recipe_of(writer, layers).to_dict())
+            return
+    state.writers.clear()
+    if state.recipe is not None:
+        state.config.sparing = state.recipe
+    elif hasattr(state.config, "sparing"):
+        del state.config.sparing
+
+
+def _is_approximated(module: nn.Module) -> bool:
+    state = state_of(module)
+    return state is not None and any(not settings.from_config for settings in state.stack)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Return whether `from_pretrained` of an Auto class could load it, unlike the encoder of an encoder-decoder."""
+    model = getattr(model, "_orig_mod", model)
+    return isinstance(model, PreTrainedModel) and any(cls.__name__ in _loadable() for cls in type(model).__mro__)
+
+
+@cache
+def _loadable() -> frozenset[str]:
+    found: set[str] = set()
+    for name, mapping in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES"):
+            for classes in mapping.values():
+                found.update([classes] if isinstance(classes, str) else classes)
+    return frozenset(found)

@@ -1,0 +1,67 @@
+"""One call of a layer through the door, `sparing.attention`, with errors that name the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparing.contract import Past, Projection, Unsupported
+from sparing.functional import attention, inspect
+from sparing.transformers.runtime import refusals
+from sparing.transformers.runtime.call import ModelCall
+from sparing.transformers.runtime.masks import count_valid_keys
+from sparing.transformers.state import LayerSettings, LayerState, Seen
+
+
+def run_call(call: ModelCall, past: Past | None = None) -> Tensor:
+    """Run the method of the layer on a call of the attention function; [B, n_q, H, e]."""
+    assert call.settings is not None
+    key, value, bias, n_q = call.key, call.value, call.position_bias, call.mask.n_q
+    if call.mask.causal and call.mask.n_k > n_q:  # the prompt in a static cache, whose other entries are empty
+        key, value = key[:, :, :n_q], value[:, :, :n_q] if isinstance(value, Tensor) else value
+        bias = None if bias is None else bias[..., :n_q]
+    out = run_method(
+        call.state, call.settings, call.query, key, value, call.mask.for_door(bias), is_causal=call.mask.causal,
+        scale=call.scale, dropout=call.dropout, past=past,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
+
+
+def run_method(
+    state: LayerState,
+    settings: LayerSettings,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    mask: Tensor | None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    past: Past | None = None,
+) -> Tensor:
+    """query [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a Projection -> [B, H, n_q, e]."""
+    refusals.check_dropout(state, settings, dropout)
+    rows = None
+    if state.cross and query.shape[2] == key.shape[2]:  # the mask speaks of the keys' sequence, not of the queries'
+        rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    call: dict[str, Any] = {
+        "attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, "scale": scale, "query_mask": rows,
+        "enable_gqa": query.shape[1] != key.shape[1], "streams": settings.streams(key.shape[1]),
+        "method": settings.method, "seed": settings.seed,
+    }  # fmt: skip
+    if settings.observer is not None:
+        settings.observer(Seen(state.name, query, key, value, call))
+        return attention(query, key, value, **{**call, "method": "exact"})
+    try:
+        if torch.compiler.is_compiling():  # calls in a graph are not counted
+            return attention(query, key, value, **call)
+        found = inspect(query, key, value, brief=True, past=past, **call)
+    except Unsupported as error:
+        raise refusals.unsupported(state, error) from error
+    facts, valid = found.statistics, found.statistics.get("tokens")
+    lengths = count_valid_keys(mask, len(query), key.shape[2]) if valid is None else valid.amax(-1).tolist()
+    settings.tally.add(settings.method, query, key, value, lengths, is_causal, facts)
+    return found.output

@@ -1,0 +1,47 @@
+"""Prompts, and all other calls that continue nothing: the method runs, and its index learns what a cache will hold."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparing.index import Index
+from sparing.transformers.cache import IndexedLayer, attach_index, find_layer
+from sparing.transformers.runtime.call import ModelCall, can_index
+from sparing.transformers.runtime.exact import exact
+from sparing.transformers.runtime.method import run_call
+from sparing.transformers.state import LayerSettings
+
+
+def prefill(call: ModelCall) -> Tensor:
+    """Run the method, or exact attention where it is for decoding alone; index the prompt where a cache keeps it."""
+    query, key, value, settings = call.query, call.key, call.value, call.settings
+    assert isinstance(value, Tensor)
+    assert settings is not None
+    layer = find_layer(call.module, call.state, key, value) if call.may_index else None
+    index, keep, past = None, None, None
+    if (layer is not None or (call.is_first and call.may_index)) and can_index(query, key, value):
+        known, keep = call.mask.padding()
+        if known and call.mask.n_q == call.mask.n_k:
+            index = _new_index(settings, key, call.scale)
+            past = index.begin(query, key, value)  # where the prompt's attention may leave what it computed
+    out = exact(call) if settings.when == "decode" else run_call(call, past)
+    if index is not None:
+        index.append(query, key, value, keep)
+        if layer is not None:
+            layer.set_index(index)
+        else:
+            attach_index(call.module, key, index)
+    return out
+
+
+def index_prompt(settings: LayerSettings, layer: IndexedLayer, query: Tensor, scale: float | None) -> None:
+    """Index a prompt without padding that a layer of a cache holds, and whose attention somebody else computed."""
+    assert layer.keys is not None
+    assert layer.values is not None
+    index = _new_index(settings, layer.keys, scale)
+    index.append(query, layer.keys, layer.values)
+    layer.set_index(index)
+
+
+def _new_index(settings: LayerSettings, key: Tensor, scale: float | None) -> Index:
+    return Index(settings.method, seed=settings.seed, scale=scale, streams=settings.streams(key.shape[1]))

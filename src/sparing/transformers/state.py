@@ -1,0 +1,171 @@
+"""What sparing keeps on an attention module and for a config: plain Python, outside weights and state_dict.
+
+`LayerState` says what a module runs. `ConfigState` says which attention implementation a config names, and who wrote a
+recipe into it. A config may be shared, by the encoder and the decoder of a model or by two models: its state is found
+by the config object, and not through a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from sparing.contract import Method, Projection
+from sparing.methods.exact import Exact
+from sparing.transformers.statistics import Tally
+
+#: The attention implementation, in the words of transformers: layers run what the config's recipe says.
+NAME = "sparing"
+#: The same while `approximate()` has set methods for some layers; all others of the config stay exact.
+CHOSEN = "sparing_chosen"
+
+_ATTRIBUTE = "_sparing"
+_HEADS = 2**16  # random streams per layer, more than any layer has heads
+
+
+class Seen(NamedTuple):
+    """One call of a layer: what `sparing.attention(query, key, value, **call)` would run."""
+
+    layer: str
+    query: Tensor
+    key: Tensor
+    value: Tensor | Projection
+    call: dict[str, Any]
+
+    @property
+    def projected(self) -> Tensor:
+        """The values that every method takes."""
+        return self.value.project(self.key.shape[1]) if isinstance(self.value, Projection) else self.value
+
+
+@dataclass(eq=False)
+class LayerSettings:
+    """What one call of `approximate()`, or the recipe of a config, sets for one layer."""
+
+    method: Method
+    seed: int | None
+    number: int  #: of the layer in its model; keys the random streams
+    when: str = "always"  #: one of `recipe.WHEN`
+    from_config: bool = False  #: read from the config's recipe, and not by `approximate()`
+    tally: Tally = field(default_factory=Tally)
+    observer: Callable[[Seen], None] | None = None  #: is shown the calls, which are exact then
+    exact: bool = field(init=False)  #: the method is exact attention
+
+    def __post_init__(self) -> None:
+        self.exact = type(self.method) is Exact
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens that continue a cache are approximated."""
+        return self.when != "prefill" and self.method.supports.decode
+
+    def streams(self, heads: int) -> list[int]:
+        """Return the random streams of the key-value heads; no two layers share one."""
+        return list(range(self.number * _HEADS, self.number * _HEADS + heads))
+
+
+@dataclass(eq=False)
+class LayerState:
+    """The settings for one layer, the latest of which rule, and what is known of the layer."""
+
+    name: str
+    cross: bool = False  #: the keys come from another sequence
+    value_name: str | None = None  #: the name of the layer's linear layer of the values
+    window: int | None = None  #: the layer attends within so many tokens, by its mask
+    stack: list[LayerSettings] = field(default_factory=list)
+    configs: list[ConfigState] = field(default_factory=list)
+    called: bool = False  #: the layer has called sparing at least once
+
+    @property
+    def settings(self) -> LayerSettings | None:
+        """What the layer runs while its config names sparing; None for exact attention."""
+        return self.stack[-1] if self.stack else None
+
+    @property
+    def active(self) -> bool:
+        """Whether the configs name sparing; the user may change that at any time."""
+        return all(names_sparing(state.config) for state in self.configs)
+
+    @property
+    def projects(self) -> bool:
+        """Whether the layer's method works on the projection of the values."""
+        return bool(self.stack) and self.stack[-1].method.supports.projection
+
+    def set_configs(self, configs: Iterable[Any]) -> None:
+        """Set the configs that decide how the layer is run; states that came with a copied model are found again."""
+        for state in self.configs:
+            _config_states.setdefault(id(state.config), state)
+        self.configs = [config_state(config) for config in configs]
+
+
+def state_of(module: nn.Module) -> LayerState | None:
+    """Return the state of an attention module, or None if it has none."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def set_state(module: nn.Module, state: LayerState | None) -> None:
+    """Give the module its state, or remove it."""
+    if state is not None:
+        setattr(module, _ATTRIBUTE, state)
+    elif state_of(module) is not None:
+        delattr(module, _ATTRIBUTE)
+
+
+def method_of(module: nn.Module) -> Method | None:
+    """Return the method that an attention module runs now; None for exact attention."""
+    state = state_of(module)
+    settings = None if state is None else state.settings
+    return None if settings is None or settings.exact else settings.method
+
+
+@dataclass(eq=False)
+class ConfigState:
+    """The implementation that one config object names: sparing's while any layer that reads it has settings."""
+
+    config: Any
+    implementation: str | None = None  #: that the config named before
+    users: int = 0  #: settings that need sparing's
+    recipe: Any = None  #: `config.sparing` before any of `writers` wrote there
+    writers: WeakValueDictionary[int, nn.Module] = field(default_factory=WeakValueDictionary)
+    numbered: int = 0  #: modules without a number of their own that were given one
+
+    def name_sparing(self) -> Callable[[], None]:
+        """Count one more user, and return the function that removes it. The last one gives back the first name."""
+        previous, nested = self.config._attn_implementation, self.users > 0
+        if not nested:
+            self.implementation = previous
+        self.users += 1
+        self.config._attn_implementation_internal = NAME if self.implementation == NAME else CHOSEN
+
+        def remove() -> None:
+            self.users -= 1
+            if self.users == 0:
+                self.config._attn_implementation_internal = self.implementation
+            elif nested and previous not in (NAME, CHOSEN):  # the user had named another one in between
+                self.config._attn_implementation_internal = previous
+
+        return remove
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "writers": None}  # a copy of a model has not written anything
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, writers=WeakValueDictionary())
+
+
+#: By the id of the config, which its state keeps alive; a state lives as long as a layer or a handle holds it.
+_config_states: WeakValueDictionary[int, ConfigState] = WeakValueDictionary()
+
+
+def config_state(config: Any) -> ConfigState:
+    """Return the one state of this config."""
+    return _config_states.setdefault(id(config), ConfigState(config))
+
+
+def names_sparing(config: Any) -> bool:
+    """Return whether layers that read this config call sparing."""
+    return config._attn_implementation in (NAME, CHOSEN)
