@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def minilm_layers():
     """Six layers, one text of 128 tokens: `query`, `key` [1, 12, 128, 32] and `value`, a Projection."""
-    from sparing import minilm
+    from sparing.models import minilm
     from sparing.workbench.capture import capture
 
     encoder = minilm.load()

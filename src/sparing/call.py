@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sparing.contract import Impl, Past
 from sparing.draws import Draws
 from sparing.mask import Mask
+
+Impl = Literal["auto", "reference", "native"]
+
+
+class Past(Protocol):
+    """What a method keeps of sequences that grow. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
+
+    fresh: (B, n_q), False for new positions that are padding; None: none is. length: positions before these.
+    """
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
+    ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
+        """Attention of the newest queries, and what `inspect()` would note; then `learn`.
+
+        clean: all entries are known to be moderate (`sparing.quarantine`). Else returns None, and learns nothing, if
+        new ones are not.
+        """
+
+    def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
+        """Take in new positions."""
+
+    def crop(self, length: int, k: Tensor, v: Tensor) -> None:
+        """Forget positions from `length` on."""
+
+    def select(self, items: Tensor) -> None:
+        """Go on with these items of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

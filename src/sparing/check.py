@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.call import Call
-from sparing.contract import Impl, Method, Projection, Shape, Unsupported
+from sparing.call import Call, Impl
+from sparing.contract import Method, Projection, Shape, Unsupported
 from sparing.draws import Draws
 from sparing.mask import FLOATS, Mask, read_mask
 from sparing.quarantine import LARGEST_SCALE

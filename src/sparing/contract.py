@@ -12,19 +12,16 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from sparing.call import Call, Past
+from sparing.draws import Draws
 from sparing.spec import parse, shown
 
-if TYPE_CHECKING:
-    from sparing.call import Call
-    from sparing.draws import Draws
-
 T = TypeVar("T")
-Impl = Literal["auto", "reference", "native"]
 
 
 class Unsupported(NotImplementedError, ValueError):
@@ -97,31 +94,6 @@ class Shape:
     def projection_flops(self) -> float:
         """FLOPs of projecting the values, all key-value heads."""
         return 2.0 * self.batch * self.keys * (self.in_features or 0) * (self.kv_heads or self.heads) * self.value_dim
-
-
-class Past(Protocol):
-    """What a method keeps of sequences that grow. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
-
-    fresh: (B, n_q), False for new positions that are padding; None: none is. length: positions before these.
-    """
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
-    ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
-        """Attention of the newest queries, and what `inspect()` would note; then `learn`.
-
-        clean: all entries are known to be moderate (`sparing.quarantine`). Else returns None, and learns nothing, if
-        new ones are not.
-        """
-
-    def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
-        """Take in new positions."""
-
-    def crop(self, length: int, k: Tensor, v: Tensor) -> None:
-        """Forget positions from `length` on."""
-
-    def select(self, items: Tensor) -> None:
-        """Go on with these items of the batch."""
 
 
 class Cost(NamedTuple):

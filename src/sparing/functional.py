@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sparing import compiled, native
-from sparing.call import Call
+from sparing.call import Call, Impl, Past
 from sparing.check import check_call
-from sparing.contract import Impl, Method, Past, Projection, Unsupported
+from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.layout import four_dimensional
 from sparing.quarantine import Wide, quarantine

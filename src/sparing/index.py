@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sparing.call import Call
-from sparing.contract import Method, Past, Unsupported, list_methods
+from sparing.call import Call, Past
+from sparing.contract import Method, Unsupported, list_methods
 from sparing.contract import method as _method
 from sparing.draws import Draws
 from sparing.functional import inspect, memory_errors_named

@@ -16,7 +16,7 @@ def quiet():
 @pytest.fixture(scope="session")
 def minilm():
     """MiniLM and two texts of 512 tokens."""
-    from sparing import minilm
+    from sparing.models import minilm
 
     encoder = minilm.load()
     return SimpleNamespace(model=encoder.model, ids=minilm.token_ids(encoder))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparing import Unsupported, minilm
+from sparing import Unsupported
+from sparing.models import minilm
 from sparing.transformers.positions import extend_positions
 
 transformers = pytest.importorskip("transformers")

@@ -8,14 +8,14 @@ import sparing
 
 @pytest.fixture(scope="module")
 def smollm2():
-    from sparing import smollm2
+    from sparing.models import smollm2
 
     return smollm2.load()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_sinks_help_and_full_budgets_are_exact_with_the_weights_of_smollm2(smollm2):
-    from sparing.smollm2 import token_ids
+    from sparing.models.smollm2 import token_ids
 
     model = smollm2.model
     ids = token_ids(smollm2, length=160)

@@ -32,7 +32,7 @@ from tests.support.small_models import TEXTS, Bytes, classifier, subject
 )
 def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
     """The layers that an earlier measurement captured give the same split; the model is as before."""
-    from sparing import minilm
+    from sparing.models import minilm
 
     encoder = load("minilm")
     ids = minilm.token_ids(minilm.Encoder(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
@@ -294,7 +294,7 @@ def test_labels_of_many_are_judged_one_by_one():
 def test_weights_that_are_missing_are_not_drawn(tmp_path):
     from transformers import AutoTokenizer
 
-    from sparing import minilm
+    from sparing.models import minilm
 
     build("bert").save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(minilm.weights_folder()).save_pretrained(tmp_path)
@@ -309,7 +309,7 @@ def test_weights_that_are_missing_are_not_drawn(tmp_path):
 def test_language_models_load_from_a_folder(name, tmp_path):
     from transformers import AutoTokenizer
 
-    from sparing import minilm
+    from sparing.models import minilm
 
     model = build(name)
     model.save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparing
-from sparing import minilm
+from sparing.models import minilm
 from sparing.workbench.capture import capture
 from sparing.workbench.error import error_split, rank_correlation
 from sparing.workbench.timing import speed_ratio

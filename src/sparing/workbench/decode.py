@@ -21,7 +21,13 @@ from torch import Tensor
 
 from sparing.contract import Method
 from sparing.contract import method as _method
+from sparing.models import smollm2
+from sparing.sample_text import python_topics
 from sparing.spec import split_specs
+from sparing.transformers import approximate
+from sparing.transformers.cache import indexed_layer
+from sparing.transformers.runtime.prefill import index_prompt
+from sparing.transformers.state import state_of
 from sparing.workbench.swap import cut, texts_of
 
 METHODS = (
@@ -117,11 +123,6 @@ def decode(model: Any, prompt: Prompt, spec: str | Method, *, seed: int = 0) -> 
     """The continuation of a prompt, token by token, by the method and by the stock model."""
     from transformers import DynamicCache
 
-    from sparing.transformers import approximate
-    from sparing.transformers.cache import indexed_layer
-    from sparing.transformers.runtime.prefill import index_prompt
-    from sparing.transformers.state import state_of
-
     caches = [DynamicCache(), DynamicCache()]
     for cache in caches:
         for number, held in enumerate(prompt.cache.layers):
@@ -163,8 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a text file with one document per line, or several files; default: Python help topics, joined",
     )
     options = parser.parse_args(arguments)
-    from sparing import smollm2
-    from sparing.sample_text import python_topics
 
     model, tokenizer = smollm2.load()
     texts = texts_of(options.text) if options.text else ["\n".join(python_topics()[i::3]) for i in range(3)]

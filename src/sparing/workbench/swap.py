@@ -15,7 +15,10 @@ from torch import Tensor
 
 from sparing.contract import Method
 from sparing.contract import method as _method
+from sparing.models import minilm, smollm2
+from sparing.sample_text import python_topics
 from sparing.spec import split_specs
+from sparing.transformers import approximate
 
 #: Three budgets of every method that is meant for pretrained weights, and the settings of its paper.
 ENCODER = (
@@ -87,7 +90,6 @@ def swap(model: Any, ids: Tensor, specs: Iterable[str | Method], *, decoder: boo
 
 def _swapped(model: Any, ids: Tensor, method: Method, seed: int, before: Tensor | None) -> tuple[Tensor, float | None]:
     """Perplexities, or cosines with the embeddings `before`, of the documents, and the keys that were read."""
-    from sparing.transformers import approximate
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*needs further training")
@@ -136,8 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a text file with one document per line, or several files; default: Python help topics",
     )
     options = parser.parse_args(arguments)
-    from sparing import minilm, smollm2
-    from sparing.sample_text import python_topics
 
     decoder = options.model == "smollm2"
     model, tokenizer = smollm2.load() if decoder else minilm.load()

@@ -6,8 +6,7 @@ import functools
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from sparing import minilm
-from sparing.models import load
+from sparing.models import load, minilm
 from sparing.workbench.capture import Layer, capture
 from sparing.workbench.estimate import exponent
 from sparing_lab.report.figure import panels, style

@@ -87,7 +87,7 @@ def points(data: str, n: int) -> tuple[Tensor, Tensor, float]:
 @functools.lru_cache(maxsize=4)
 def _layers(n: int) -> list[Any]:
     """What MiniLM's layers were given for a help topic."""
-    from sparing import minilm
+    from sparing.models import minilm
     from sparing.workbench.capture import capture
 
     encoder = _minilm()
@@ -96,7 +96,7 @@ def _layers(n: int) -> list[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _minilm() -> Any:
-    from sparing import minilm
+    from sparing.models import minilm
 
     return minilm.load()
 

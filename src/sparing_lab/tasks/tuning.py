@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sparing.models.minilm import weights_folder
 from sparing.models import PRESETS, first_line
 from sparing.sample_text import python_sentences
 from sparing_lab.tasks import glue
@@ -51,8 +52,6 @@ def glue_task(*, length: int, seed: int, source: Path | Hub | None, part: str | 
 def tokenizer_of(name: str) -> Any:
     """Of a folder, a name on the hub, or a preset."""
     from transformers import AutoTokenizer
-
-    from sparing.minilm import weights_folder
 
     if name == USUAL:
         return AutoTokenizer.from_pretrained(weights_folder())

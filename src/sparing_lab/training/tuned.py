@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparing.models.minilm import weights_folder
 from sparing.contract import Unsupported
 from sparing.contract import method as _method
 from sparing.models import first_line
@@ -42,7 +43,6 @@ def tuned(task: Task, config: Config) -> Tuned:
     from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    from sparing.minilm import weights_folder
     from sparing.transformers import approximate
 
     chosen = _method(config.method)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparing.draws import Draws
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
-
-if TYPE_CHECKING:
-    from sparing.draws import Draws
 
 _DRAWS = "Tensor? keep, Tensor streams, int seed, int purpose"
 schemas.define(f"sign_projection(Tensor x, {_DRAWS}, int slots) -> Tensor")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.call import Call
-from sparing.contract import Cost, Method, Past, Shape, Supports, knob, method
+from sparing.call import Call, Past
+from sparing.contract import Cost, Method, Shape, Supports, knob, method
 from sparing.draws import Draws
 from sparing.maths import dense
 from sparing.maths.packing import place_of_rank

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparing.contract import Past, Projection, Unsupported
+from sparing.call import Past
+from sparing.contract import Projection, Unsupported
 from sparing.functional import attention, inspect
 from sparing.transformers.runtime import refusals
 from sparing.transformers.runtime.call import ModelCall

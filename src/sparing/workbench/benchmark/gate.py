@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparing.contract import Impl, Method
+from sparing.call import Impl
+from sparing.contract import Method
 from sparing.workbench.benchmark.workload import Inputs, learned_state, method_work
 
 _OUTPUT, _GRADIENT, _FLOOR = 2.0, 3.0, 1e-5

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparing.contract import Impl, Method, Projection
+from sparing.call import Impl
+from sparing.contract import Method, Projection
 from sparing.functional import attention
 
 TOPICS = 16

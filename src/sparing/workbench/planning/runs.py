@@ -21,6 +21,7 @@ from sparing.contract import Unsupported
 from sparing.contract import method as _method
 from sparing.models import Subject
 from sparing.store import Cell, Store
+from sparing.transformers.handle import approximate
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.cells import measured
 from sparing.workbench.metrics import Metric
@@ -101,8 +102,6 @@ def running(model: nn.Module, recipe: Recipe) -> Iterator[None]:
     if not recipe.layers:
         yield
         return
-    from sparing.transformers.handle import approximate
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*needs further training")
         handle = approximate(model, recipe)
