@@ -42,12 +42,28 @@ def truth(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     found = torch.where(_cancels(built), wanted.to(found.dtype), found)
     rough = None if found.dtype == torch.float64 else built.run(built.x, impl="reference")
     same = built.with_inputs(x)
+    if built.method.name in ("yoso", "lsh") and rough is not None:
+        found = torch.where(_hashed_otherwise(found, rough, wanted), wanted.to(found.dtype), found)
     hold(
         f"{label}against its specification in float64", found, wanted, size_of(built, wanted), rough,
         lambda: noise_of(same, wanted, lambda y: built.run(y, impl="reference")), case["n_k"],
         # Two samples of the same rounding, which the iteration amplifies where landmarks are alike.
         times=8.0 if getattr(built.method, "solver", "") == "iterative" else 2.0,
     )  # fmt: skip
+
+
+def _hashed_otherwise(found: Tensor, rough: Tensor, wanted: Tensor) -> Tensor:
+    """(B, H, n_q, 1): rows in which a bit of a hash fell to the other side in float32, for the specification as well.
+
+    They are few: a projection must be zero to seven digits. Where more than one row in twenty differs, none is excused.
+    """
+    size = wanted.abs().amax()
+    written = door_truth.rounding(found.dtype, size)
+    off = (rough.double() - wanted).abs().amax(-1, keepdim=True) > 1e-3 * size + written
+    as_specified = (found.double() - rough.double()).abs().amax(-1, keepdim=True)
+    allowed = 1e-5 * size + written
+    few = int(off.sum()) <= max(off.numel() // 20, 1)
+    return off & (as_specified <= allowed) & few
 
 
 def _cancels(built: Built) -> Tensor:
