@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # matplotlib is an extra; only `drawn` imports it
 
 #: Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; black stands for exact attention.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#F0E442")
@@ -36,6 +38,32 @@ def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float]
     return list(axes.flat)
 
 
+def line(
+    axes: Any, curve: Mapping[Any, float], label: str | None = None, number: int | None = None, **look: Any
+) -> None:
+    """Draw a curve, y by x; number: of its style, which look overrides."""
+    own = {} if number is None else style(number)
+    axes.plot(list(curve), list(curve.values()), label=label, **{**own, **look})
+
+
+def log_ticks(axes: Any, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with a mark at each of these values and nowhere else."""
+    axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+
+
+def level(axes: Any, value: float, **look: Any) -> None:
+    """Draw a thin horizontal line, black unless told otherwise."""
+    axes.axhline(value, **{"color": "black", "linewidth": 0.8, **look})
+
+
+def legends(axes: Sequence[Any], columns: int = 2, below: float = 0.14, **options: Any) -> None:
+    """Put a legend below each of these axes."""
+    for each in axes:
+        each.legend(loc="upper center", bbox_to_anchor=(0.5, -below), ncols=columns, **options)
+
+
 def legend_below(figure: Figure, axes: Sequence[Any], columns: int, **options: Any) -> None:
     """One legend for all of these axes, each label once."""
     shown = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
@@ -54,12 +82,12 @@ def need_matplotlib(extra: str = "study") -> None:
 
 def drawn(draw: Callable[[Figure], None], path: Path) -> bytes:
     """Return what `draw` puts into a figure, in the format of the file that it is for."""
+    from matplotlib import figure as matplotlib_figure
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     look: Any = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "svg.hashsalt": path.stem}
     with rc_context(look):
-        figure = Figure(figsize=(6, 4), layout="constrained")
+        figure = matplotlib_figure.Figure(figsize=(6, 4), layout="constrained")
         draw(figure)
         found = io.BytesIO()
         figure.savefig(found, format=path.suffix.lstrip("."), dpi=150)

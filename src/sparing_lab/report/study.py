@@ -11,8 +11,9 @@ from rich.text import Text
 
 from sparing.report.terminal import Terminal
 from sparing_lab.studies import NAMES, study
+from sparing_lab.studies.judges import Verdict
 from sparing_lab.studies.run import Outcome
-from sparing_lab.studies.study import PAPERS, Settings, Study, Verdict
+from sparing_lab.studies.study import PAPERS, Settings, Study
 
 _COLOURS: dict[Verdict, str] = {"reproduces": "green", "same shape": "yellow", "does not": "red", "not run": "dim"}
 _HEAD = """# What the papers say, and what we find
@@ -151,7 +152,7 @@ def _section(outcome: Outcome) -> list[str]:
         verdict = outcome.judgements[claim.key].verdict
         if verdict not in ("does not", "same shape"):
             continue
-        why = f" {claim.otherwise}" if claim.otherwise and settings.usual else ""
+        finding = each.finding(claim.key) if settings.usual else ""
         said = f"{claim.states[0].upper()}{claim.states[1:]}: {verdict}"
-        lines += [f'*{said}.* "Reproduces" takes: {claim.criterion}.{why}', ""]
+        lines += [f'*{said}.* "Reproduces" takes: {claim.criterion}.{finding and f" {finding}"}', ""]
     return lines

@@ -25,7 +25,8 @@ from sparing.workbench import memory
 from sparing.workbench.timing import interval
 from sparing_lab.studies._trained import row_of, trained
 from sparing_lab.studies._yoso_race import timed
-from sparing_lab.studies.study import Cell, Row, Rows, Settings, pick
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Settings
 from sparing_lab.tasks import arena
 from sparing_lab.tasks.batches import Batches
 from sparing_lab.tasks.trainable import Task

@@ -20,7 +20,8 @@ from sparing_lab.studies._arena import (
     learned,
 )
 from sparing_lab.studies._arena_tables import ACCURACY, HOURS, LENGTHS, MEMORY, ratios
-from sparing_lab.studies.study import Row, Rows, Table, pick
+from sparing_lab.studies.rows import Row, Rows, pick
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from sparing.draws import Draws
 from sparing.functional import attention, inspect
 from sparing.methods.monte_carlo.sampling import draw_features, feature_law, mean_square_error, sampled_product
 from sparing.workbench.capture import Layer
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 
 DELTAS = (0.5, 0.1, 0.01)  #: probabilities of eq. 11
 GAUSSIAN = "gaussian"

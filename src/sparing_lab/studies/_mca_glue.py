@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from sparing.workbench.estimate import Estimate, estimate
 from sparing_lab.studies._mca import ALPHAS, POINT, Work
 from sparing_lab.studies._mca_tables import PAPER_TABLES
-from sparing_lab.studies.study import Judgement, Rows, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Rows, pick
+from sparing_lab.studies.study import judged, not_run
 
 WORDS = {"matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman", "accuracy": "accuracy", "f1": "F1"}
 

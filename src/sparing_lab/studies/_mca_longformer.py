@@ -16,7 +16,7 @@ from sparing.transformers.watch import swapped
 from sparing.workbench.metrics import scores
 from sparing.workbench.outputs import Digest, digest, end_of, nearest
 from sparing_lab.studies._mca import Work
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.nn import MultiheadAttention
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Trained, Training

@@ -15,7 +15,8 @@ from sparing.functional import attention, inspect
 from sparing.models import Subject
 from sparing.transformers.watch import Seen, rehearse
 from sparing_lab.report.figure import PAPER, style
-from sparing_lab.studies.study import Row, Rows, Settings, pick
+from sparing_lab.studies.rows import Row, Rows, pick
+from sparing_lab.studies.study import Settings
 
 WIDTHS = {"minilm": 32, "smollm2": 64}  #: of a head's values; 64 in all others
 NAMES = {

@@ -22,7 +22,7 @@ from sparing.workbench.benchmark.workload import (
     softmax_work,
 )
 from sparing.workbench.timing import interval, race
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 
 SELF, FUSED = "self-attention", "SDPA"  #: with the whole matrix of weights, as the paper timed it; torch's fused one
 HASHES = (16, 32, 64, 128)

@@ -12,7 +12,10 @@ from sparing.workbench.capture import Layer, capture
 from sparing.workbench.estimate import exponent
 from sparing_lab.report.figure import panels, style
 from sparing_lab.studies._mca_bounds import DELTAS, GAUSSIAN, gaussian, row_error, token_error, worst
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -291,35 +294,22 @@ STUDY = Study(
             "sqrt(r) = n max A / alpha, a real number",
             "in the worst cases for the bound, r rounded up and r rounded down both stay within it; same shape: only "
             "rounded up", _rounding,
-            otherwise="The equation gives a real number and does not say how to round it. Rounded up, every row keeps "
-            "its bound, and eight equal tokens with shared samples reach it exactly. Rounded down, a token that asks "
-            "for 1.99 samples gets one, and errs by sqrt(1.99) times its bound. This library rounds up.",
         ),
         Claim(
             "tight", "section 3", "the bounds are tight", "guarantees tight error bounds",
             "on the model's layers, at the paper's alphas, the bound is at most 2 times the measured error; same "
             "shape: at most 10 times", _tight,
-            otherwise="The bound cannot be improved for every input: equal tokens that are read alike reach it with "
-            "shared samples. In real layers it is far from the error, and larger than the output itself. It adds up "
-            "the tokens' errors where independent ones average out, it takes each weight to be the largest that "
-            "any query gives to the token, and it charges tokens that are projected exactly.",
         ),
         Claim(
             "linear", "eq. 9", "alpha scales the error bound linearly, and the error with it", "bound ~ alpha^1",
             "exponent of the measured error against alpha 0.8 to 1.2 in every layer, n = 128, alphas of the paper; "
             "same shape: the error grows with each alpha", _linear,
-            otherwise="The bound is proportional to alpha by definition; the error need not be. With a larger alpha "
-            "fewer tokens reach r = d, where they are exact, so that the error can grow faster than alpha; and r is at "
-            "least 1, so that it can grow more slowly.",
         ),
         Claim(
             "length", "section 3, eq. 10", "the bound is free of the input's length, and the error does not grow",
             "bounds independent of the input length",
             f"error / bound at alpha = {ALPHA:g} and 256 tokens at most 1.1 times that at 32, for both kinds of "
             "samples; same shape: for independent ones", _length,
-            otherwise="The bound does not depend on the length. The error stays below it at every length, but nothing "
-            "keeps it from moving there: of a short text most tokens are projected exactly, of a long one few are, "
-            "and with shared samples the errors of the others add up instead of averaging out.",
         ),
     ),
 )  # fmt: skip

@@ -38,7 +38,9 @@ from sparing_lab.studies._mca_glue import (  # fmt: skip
     works,
 )
 from sparing_lab.studies._mca_tables import PAPER_TABLES, WEIGHTS
-from sparing_lab.studies.study import Cell, Claim, Row, Rows, Settings, Study, Table
+from sparing_lab.studies.rows import Cell, Row, Rows
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import glue
 
 if TYPE_CHECKING:
@@ -207,11 +209,6 @@ def _draw(rows: Rows, figure: Figure) -> None:
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
-_NOISE = (
-    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell scores apart by a few points only, and classes "
-    "of SST-2 are read out of MiniLM's embedding by least squares, not tuned; --scale paper has the paper's models."
-)
-
 STUDY = Study(
     name="mca-glue",
     title="GLUE with sampled value projections: scores, FLOPs saved, and how much of that is padding",
@@ -232,58 +229,44 @@ STUDY = Study(
         Claim(
             "reduction-0.4", "section 4, table 1", "alpha = 0.4 saves 5.72 times the FLOPs, the mean of all tests",
             "5.72x (5.75x over its nine tasks)", "as for 0.2", mean_reduction(0.4),
-            otherwise="The model is another one here: a layer whose attention is spread more evenly samples more of "
-            "its tokens. Where the tasks' tuned weights are given (--scale paper) it is the paper's own.",
         ),
         Claim(
             "own", "section 4", "what is saved at alpha = 0.2 is the method's doing", "2.50x to 11.44x",
             "at least half of each saving, as a factor (in logarithms), is left on valid tokens; same shape: of one",
             own,
-            otherwise="All inputs are padded to 128 tokens, and padding needs no samples: it counts as saved. Whoever "
-            "takes out the padding has most of the saving without the method, with exact results.",
         ),
         Claim(
             "differ", "section 4", "savings differ between tasks because attention is sparser in some (a conjecture)",
             "11.44x against 2.50x",
             "between the tasks that save most and least, at least half of the factor is there on valid tokens; same "
             "shape: a tenth of it", differ,
-            otherwise="The tasks differ in length, and most of the factor is padding: the fewer tokens, the more "
-            "attention each of them gets, and the more samples.",
         ),
         Claim(
             "negligible", "section 4", "alpha = 0.2 costs a negligible loss",
             "BERT at most 0.9 points (RTE); DistilBERT WNLI 1.9",
             "independent samples, n = 128: at most 1 point in each score, by its interval over seeds; same shape: the "
             "mean, in most", losses(0.2),
-            otherwise=_NOISE,
         ),
         Claim(
             "loss-0.4", "section 4", "alpha = 0.4 costs at most 1 % accuracy in all cases",
             "<= 1 %; its table has STS-B -5.4 and -6.6, RTE -2.2, QNLI -1.3",
             "as for 0.2", losses(0.4),
-            otherwise="The paper's own table has losses of up to 6.6 points at 0.4. " + _NOISE,
         ),
         Claim(
             "falls", "section 4", "the larger alpha, the lower the score", "for example SST-2 92.3, 92.0, 91.2, 80.7",
             "in each score, alpha = 1 below alpha = 0.2 by more than the intervals, and no step up by more than 1 "
             "point; same shape: no such step in most", falls,
-            otherwise="Where alpha for n = 128 leaves most tokens of a short sentence exact, seeds and documents do "
-            "not tell its scores apart. " + _NOISE,
         ),
         Claim(
             "tokens", "eq. 9", "alpha = 0.2 costs a negligible loss where n is the number of tokens, too",
             "n is the length of the sequence",
             "as for 'negligible', with n = tokens",
             losses(0.2, "tokens"), ours=True,
-            otherwise="The paper's runs had n = 128 for every sentence. With n counting the tokens that are there, the "
-            "same alpha asks for (128 / n)^2 times fewer samples: alpha says nothing without the n that it is for.",
         ),
         Claim(
             "shared", "eq. 5; the authors' code", "one list of samples for all tokens does as well as a list for each",
             "its code shares them", "at alpha = 0.4 shared samples lose at most 1 point more in each score", shared,
             ours=True,
-            otherwise="Both have the same error for a single token. Shared samples make the same error in all tokens "
-            "of a head, which attention adds up; independent errors average out.",
         ),
         Claim(
             "baselines", "section 3", "samples are a good use of the work: sampling beats doing without it",
@@ -291,15 +274,11 @@ STUDY = Study(
             "over all scores, alphas and both readings of n, sampling loses no more than taking the mean of all tokens "
             "in most settings, and no more than leaving tokens out in most; same shape: the latter", baselines,
             ours=True,
-            otherwise="For the same work, tokens that get much attention can be projected exactly, and the others be "
-            "replaced by their mean. A sampled token with few samples has an error as large as itself.",
         ),
         Claim(
             "cap", "section 4", "the savings hold for the FLOPs of A X W, A H included", "up to 18.38x",
             "with A H counted, at n = 128 and alpha = 1, at least 90 % of each saving is left; by arithmetic "
             "none above 1 + d / n can be", cap,
-            otherwise="A H is as it was, so that counting it limits the saving to 1 + d / n: 7.0x for BERT at 128. "
-            "The paper's figures above that leave it out.",
         ),
         Claim(
             "distil", "table 2", "DistilBERT saves as much as BERT", "for example SST-2 5.60x and 5.58x",

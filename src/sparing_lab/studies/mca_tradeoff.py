@@ -11,7 +11,10 @@ from sparing.workbench.estimate import Estimate, estimate
 from sparing_lab.report.figure import PAPER, panels, style
 from sparing_lab.studies._mca import POINT, TOPICS, Work, documents_of, model_of, problem, reads_out, train_of
 from sparing_lab.studies._mca_tables import PAPER_TABLES, WEIGHTS
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import glue
 
 if TYPE_CHECKING:
@@ -252,11 +255,6 @@ def _draw(rows: Rows, figure: Figure) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
-_NOISE = (
-    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell accuracies apart by several points only, and the "
-    "classes are read out of MiniLM's embedding by least squares, not tuned; --scale paper has the paper's models."
-)
-
 STUDY = Study(
     name="mca-tradeoff",
     title="Accuracy against FLOPs and against alpha, with weights of 16 bits",
@@ -271,43 +269,39 @@ STUDY = Study(
         Claim(
             "gradual", "figure 2", "accuracy falls gradually as alpha grows", "SST-2: BERT 92.3 to 80.7 from 0.2 to 1",
             "no step up by more than 1 point, and lower at the largest alpha than at the smallest; same shape: the "
-            "latter", _gradual, otherwise=_NOISE,
+            "latter", _gradual,
         ),
         Claim(
             "minimal", "figure 2", "alpha of 0.4, or even of 0.6, only minimally changes accuracy",
             "SST-2: BERT -0.4 and -1.2, DistilBERT -0.1 and -0.6 points",
             "at most 1.5 points lost at both, by the intervals over seeds; same shape: by the mean at 0.4", _minimal,
-            otherwise=_NOISE,
         ),
         Claim(
             "nearly-same", "figure 1", "40 to 60 % fewer FLOPs with nearly the same accuracy", "40 to 60 %",
             "some alpha saves 1.4 times on valid tokens and surely loses at most 1 point; same shape: only where "
             "padding counts as saved", _saves(1.4, 1),
-            otherwise="Where alpha is small enough to lose nothing, most tokens of a short sentence are projected "
-            "exactly; what is saved then is padding.",
         ),
         Claim(
             "small-loss", "figure 1", "as much as 170 % fewer FLOPs with small loss", "170 %, read as 2.7 times fewer",
             "some alpha saves 2.7 times on valid tokens and surely loses at most 3 points; same shape: only where "
             "padding counts as saved", _saves(2.7, 3),
-            otherwise="What is saved is mostly padding.",
         ),
         Claim(
             "tipping", "figure 1", "below a tipping point of FLOPs the loss is noticeable",
             "SST-2, BERT: -1.2 points up to 0.6, -10.6 from there to 1",
             "from 0.6 to 1 more than 1 point is lost, beyond the intervals, and at least twice as much as up to 0.6; "
-            "same shape: more than up to 0.6", _tipping, otherwise=_NOISE,
+            "same shape: more than up to 0.6", _tipping,
         ),
         Claim(
             "quantised", "figure 1", "the trend holds for weights of 16 bits", "FP16 curves beside the others",
             "weights rounded to float16: at every alpha the loss differs by at most 1 point; same shape: by less than "
-            "half of the largest loss", _quantised, otherwise=_NOISE,
+            "half of the largest loss", _quantised,
         ),
         Claim(
             "layers", "section 4, figure 2", "fewer layers accumulate less error (a conjecture)",
             "at 1: BERT -11.8, DistilBERT -3.3",
             "at alpha = 1, half of the layers (DistilBERT, or every other layer of a model) lose at most 3/4 of what "
-            "all lose, beyond the intervals; same shape: less", _layers, otherwise=_NOISE,
+            "all lose, beyond the intervals; same shape: less", _layers,
         ),
     ),
 )  # fmt: skip

@@ -12,7 +12,9 @@ from typing import Any
 from sparing.store import Store, write_files
 from sparing.workbench.cells import measured
 from sparing.workbench.machine import machine
-from sparing_lab.studies.study import Cell, Judgement, Row, Settings, Study
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row
+from sparing_lab.studies.study import Settings, Study
 
 FORMAT = 1  #: of the JSON files
 

@@ -20,7 +20,10 @@ from sparing_lab.studies._arena import (  # fmt: skip
     train_one,
     training_cell,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -207,8 +210,6 @@ STUDY = Study(
             "overfits", "appendix A", "on Text all models over-fit, and the validation loss rises", "curves only",
             f"after its lowest the loss is at least {RISEN:g} times that at all later evaluations, of which there are "
             "two or more, for every method; same shape: for one", _rises,
-            otherwise="At small scale Text is help topics against source code, which few steps tell apart and which "
-            "are seen once, not film reviews over many epochs.",
         ),
         Claim(
             "pathfinder", "appendix A", "on Pathfinder self-attention does not get to where the others do",
@@ -218,7 +219,6 @@ STUDY = Study(
             "steps", "not in the paper", "Skyformer needs no more steps than self-attention, either", "-",
             "the level of 'converges' is reached at the same evaluation or earlier on every task; same shape: on half",
             _step, ours=True,
-            otherwise="In steps Skyformer is behind: what it gains is the time of a step.",
         ),
     ),
 )  # fmt: skip

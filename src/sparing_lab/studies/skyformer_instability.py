@@ -28,7 +28,10 @@ from sparing_lab.studies._arena import (  # fmt: skip
     data_of,
     fingerprint,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 from sparing_lab.training.objectives import inputs_of
@@ -329,11 +332,6 @@ def _draw(rows: Rows, figure: Figure) -> None:
     legend_below(figure, axes[:1], 4, title="bars: lowest to highest seed")
 
 
-_SEEDS = (
-    "What decides here is the seed: the ratio of one method runs from 0.3 to 4.4 on Text and from 0.3 to 1.1 on Image; "
-    "on no task are all runs of both methods below 1. Batches here are of 8 texts, the paper's of 16 to 256; it states "
-    "one figure for each task, and no spread."
-)
 STUDY = Study(
     name="skyformer-instability",
     title="How much states move for a small step of the weights, and what that hangs on",
@@ -350,12 +348,10 @@ STUDY = Study(
             "on every task", _paper(GAUSSIAN),
             "read out behind the last LayerNorm: the 95 % interval over seeds lies below 1 for both methods on every "
             "task; same shape: both means over the tasks do", _below(AFTER),
-            otherwise=_SEEDS,
         ),
         Claim(
             "size", "appendix F, Table 1", "they are about a quarter lower", "means over the tasks: 0.72 and 0.74",
             f"both means over the tasks within {NEAR} of the paper's; same shape: within {2 * NEAR}", _size,
-            otherwise=_SEEDS,
         ),
         Claim(
             "nystrom", "appendix F, Table 1", "the score of Nystromformer, which approximates self-attention, "
@@ -365,41 +361,32 @@ STUDY = Study(
         Claim(
             "alike", "appendix F, Table 1", "Skyformer's scores are those of what it approximates",
             "differences 0.00 to 0.05", f"within {ONE} of kernelized attention's on every task; same shape: in the "
-            "mean", _alike, otherwise=_SEEDS,
+            "mean", _alike,
         ),
         Claim(
             "order", "appendix F, Table 1", "the gain is larger on Retrieval and Image than on Text and ListOps",
             "0.62 to 0.65 against 0.77 to 0.83", "both of the first below both of the others, for both methods; same "
-            "shape: their mean is, with the 95 % interval over seeds", _order, otherwise=_SEEDS,
+            "shape: their mean is, with the 95 % interval over seeds", _order,
         ),
         Claim(
             "seeds", "not in the paper", "one run per task, as the paper's table has, tells the methods apart",
             "no spread is stated", f"standard deviation over seeds at most {SPREAD} on every task for kernelized "
             "attention and Skyformer; same shape: for one of the three methods", _seeds, ours=True,
-            otherwise="Weights and batches of another seed change the ratio by more than the paper's effect. "
-            "Nystromformer takes nearly the same steps as self-attention, so that most of this cancels; the Gaussian "
-            "kernel's steps are others.",
         ),
         Claim(
             "before", "not in the paper", "the same holds before the last LayerNorm", "the paper does not say which "
             "states it read out", "as the first claim, read out before the last LayerNorm", _below(BEFORE),
-            otherwise="The weights of both methods are not normalised, so that what attention adds grows with the "
-            "length and is far larger than what else the states hold. It moves in proportion. The last LayerNorm "
-            "divides that size away: lower scores behind it do not say that attention itself is more stable.",
             ours=True,
         ),
         Claim(
             "relative", "not in the paper", "the same holds for relative changes before the last LayerNorm", "-",
             "as the first claim, with the score before the last LayerNorm divided by the squared size of the states",
             _below(RELATIVE), ours=True,
-            otherwise="Ratios are those of the first read-out, or somewhat higher. " + _SEEDS,
         ),
         Claim(
             "redrawn", "not in the paper", "Skyformer's score is low, too, where each evaluation draws its landmarks",
             "the public code draws new ones at each call, also in evaluation", "below 1 on every task; same shape: in "
             "the mean", _redrawn, ours=True,
-            otherwise="Two draws of landmarks differ by far more than a step of training changes: the score then "
-            "measures the draw.",
         ),
     ),
 )  # fmt: skip

@@ -19,7 +19,10 @@ from sparing.functional import attention
 from sparing.transformers.watch import Seen, rehearse
 from sparing.workbench.swap import cut
 from sparing_lab.report.figure import PAPER, legend_below, panels, style
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import listops
 
 if TYPE_CHECKING:
@@ -247,16 +250,10 @@ STUDY = Study(
             "fast", "appendix B, Figure 2", "the singular values of attention's output decay fast",
             "number 10 is 4e-4 (ListOps) to 6e-3 (Retrieval) of number 1",
             "below 1e-2 in every pretrained model on every text; same shape: in one model", _fast,
-            otherwise="Pretrained layers decay far slower; untrained weights of the same architecture, measured beside "
-            "them, come near to the paper's figures. Untrained attention is nearly uniform: all rows of its output are "
-            "nearly the mean of the values, and that one row is nearly the whole matrix (column 'mean row'). A fast "
-            "decay by itself can therefore mean that attention does little. The paper's models, two layers of width 64 "
-            "trained on one task each, are not here; where they stand between the two is open.",
         ),
         Claim(
             "tail", "appendix B, Figure 2", "the last of 64 is about 1e-5 of the first", "5e-7 (ListOps) to 2e-5 "
             "(Retrieval)", "below 1e-4 in every pretrained model on every text; same shape: in one model", _tail,
-            otherwise="As above: untrained weights come near to it, pretrained ones do not.",
         ),
         Claim(
             "order", "appendix B, Figure 2", "harder tasks decay slower: Retrieval and Pathfinder behind Text and "

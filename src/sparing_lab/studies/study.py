@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Cell = Mapping[str, Any]  #: what tells a piece of work from all others; JSON
-Row = dict[str, Any]  #: a measurement: its cell, and what was found; JSON
-Rows = Sequence[Row]
+from sparing_lab.report.figure import Figure
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows
+from sparing_lab.studies.tables import Table
 
 SCALES = ("small", "paper")
-Verdict = Literal["reproduces", "same shape", "does not", "not run"]
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What our figures say to a claim."""
-
-    verdict: Verdict
-    ours: str  #: the figures, in few words
-
-
-@dataclass(frozen=True)
 class Claim:
     """One statement of a paper, and when we say that it holds."""
 
@@ -67,19 +58,13 @@ class Claim:
     where: str  #: in the paper
     states: str
     paper: str  #: its figures, in few words
-    criterion: str  #: what "reproduces" takes, and "same shape" where that can be the answer
-    judge: Callable[[Rows], Judgement]
-    otherwise: str = ""  #: where it does not hold at small scale: why that is, as far as we know
+    criterion: str = ""  #: what "reproduces" takes; empty: the words of the judge
+    judge: Callable[[Rows], Judgement] = field(default=lambda rows: Judgement("not run", "nothing judges it"))
     ours: bool = False  #: a question of ours, which the paper does not put
 
-
-@dataclass(frozen=True)
-class Table:
-    """Figures for people."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    def __post_init__(self) -> None:
+        if not self.criterion:
+            object.__setattr__(self, "criterion", getattr(self.judge, "criterion", ""))
 
 
 @dataclass(frozen=True)
@@ -98,6 +83,27 @@ class Study:
     timed: bool = False  #: results belong to a machine
     version: int = 1  #: of what is measured; a higher one forgets kept results
     options: Sequence[str] = field(default=())  #: of `Settings` that change something: "data", "seeds", "model"
+    findings: Mapping[str, str] | None = None  #: by the claims' keys; None: those of the paper's file
+
+    def finding(self, key: str) -> str:
+        """Return why a claim does not hold at small scale, as far as we know; empty where nothing is known."""
+        found = findings(self.paper).get(self.name, {}) if self.findings is None else self.findings
+        return found.get(key, "")
+
+
+@functools.cache
+def findings(paper: str) -> dict[str, dict[str, str]]:
+    """Return a paper's findings, by study and claim: written from results, apart from the claims and their criteria."""
+    parts = re.split(
+        r"^(#+) (.*)$", resources.files(__package__).joinpath(f"findings/{paper}.md").read_text("utf-8"), flags=re.M
+    )
+    found: dict[str, dict[str, str]] = {}
+    study = ""
+    for marks, head, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        study = head if marks == "#" else study
+        keys = [] if marks == "#" else head.split(", ")
+        found.setdefault(study, {}).update(dict.fromkeys(keys, " ".join(text.split())))
+    return found
 
 
 #: The papers by their short names.
@@ -117,16 +123,3 @@ def judged(whole: bool, shape: bool = False, *, ours: str) -> Judgement:
 def not_run(why: str) -> Judgement:
     """Where there is nothing to judge by: data or weights that are not here."""
     return Judgement("not run", why)
-
-
-def pick(rows: Rows, **wanted: Any) -> list[Row]:
-    """The rows with these entries."""
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
-def the(rows: Rows, **wanted: Any) -> Row:
-    """The one row with these entries."""
-    found = pick(rows, **wanted)
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} rows have {wanted}")
-    return found[0]

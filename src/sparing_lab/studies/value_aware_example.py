@@ -12,7 +12,10 @@ from torch import Tensor
 from sparing.oracles.convex import ova_objective
 from sparing.workbench.estimate import exponent
 from sparing_lab.report.figure import panels, style
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study, judged
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,8 +184,6 @@ STUDY = Study(
             "exponential", "section 3", "a polynomial of degree 2 is less skewed than exp", "likely less skewed",
             "smaller mean of the largest weight, and that is less often the best choice, at every spread of the inner "
             "products; same shape: at the largest", _exponential,
-            otherwise="Whether it holds hangs on the spread of the inner products: exp sharpens with it, a power does "
-            "not change. At a spread of 1 degree 2 is the more skewed of the two.",
         ),
     ),
 )  # fmt: skip

@@ -24,7 +24,10 @@ from sparing.oracles.kernels import OracleOf, weights_of
 from sparing.sample_text import distinct_topics
 from sparing_lab.report.figure import PAPER, panels, style
 from sparing_lab.studies._trained import Tried, row_of, running, trained, tried
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study, judged
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import wikitext
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
@@ -353,9 +356,6 @@ STUDY = Study(
             "r = 1: 1031 / 280, 6700 / 1005, 1771 / 837; r = 65: 33.5 / 30.5, 310 / 34.2, 62.7 / 35.3",
             "by more than two standard errors at every r that both were measured at, with every kernel; same shape: at "
             "every r from 4 on", _aware,
-            otherwise="At one key, not with every kernel. Given the same input OVA is never farther from the output of "
-            "a layer than OVO; what the model says behind two layers is another matter, and with one key "
-            "both are far off.",
         ),
         Claim(
             "exact", "section 3, Table 2", "width + 1 values make the output exactly, with every kernel",
@@ -366,32 +366,22 @@ STUDY = Study(
             "oblivious", "Table 2", "width + 1 keys of largest weight are not enough, with any kernel",
             "perplexity +10 %, +807 %, +78 % (exp, poly, elu)", "perplexity at least 8 % above exact attention's with "
             "every kernel; same shape: 1 %", _oblivious,
-            otherwise="With exp it is nearly enough here: 17 keys of largest weight hold nine tenths of it on "
-            "average, far more than with poly and elu (last table). These are small models of bytes, the "
-            "paper's were of 512 words.",
         ),
         Claim(
             "single", "Table 2", "one key is close to useless, and one value less so",
             "perplexity x 33.8 / 9.2, x 196 / 29, x 50 / 24 (OVO-1 / OVA-1)",
             "both at least three times exact attention's perplexity, OVA-1 below OVO-1 by more than two standard "
             "errors, with every kernel; same shape: only the second", _single,
-            otherwise="Perplexities of bytes have less room than those of words: a model that knows no more than "
-            "how often each byte occurs is at about 26 on the help topics. With poly, OVA-1 is not below "
-            "OVO-1.",
         ),
         Claim(
             "alike", "Table 2, Figure 2", "with all keys the kernels are close, the exponential the best",
             "30.5, 34.2, 35.3 (exp, poly, elu): at most 16 % apart", "exp has the lowest perplexity, none is more than "
             "16 % above; same shape: only the first", _alike,
-            otherwise="The models are small and had 1000 steps; poly learned least in them. Whether more steps "
-            "would bring the kernels together was not measured.",
         ),
         Claim(
             "slower", "Figure 2", "with less skewed kernels OVO needs more keys: elu, and above all the polynomial",
             "at 65 keys: +0.09, +2.21, +0.57 nats (exp, poly, elu)", "loss above exact attention at width + 1 keys: "
             "exp < elu < poly, each step by more than two standard errors; same shape: exp below both", _slower,
-            otherwise="exp needs the fewest keys by far. elu and poly cannot be told apart at width + 1 keys; with "
-            "4 and fewer elu loses more.",
         ),
         Claim(
             "skew", "sections 3, 4", "the less skewed the weights of a kernel, the more OVO loses, and exp is the most "
@@ -399,8 +389,6 @@ STUDY = Study(
             "that is with a kernel, the more OVO loses at width + 1 keys, each step by more than two standard errors; "
             "same shape: exp is the most skewed and loses less than both",
             _skewed,
-            otherwise="exp is the most skewed, and loses least. The other two are so near to each other that noise "
-            "decides.",
         ),
     ),
 )  # fmt: skip

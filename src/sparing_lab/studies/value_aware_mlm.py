@@ -37,7 +37,10 @@ from sparing_lab.studies._value_aware import (
     family,
     groups,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks.language import VALID
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
@@ -361,8 +364,6 @@ STUDY = Study(
             "r = 1: 96.6 / 88.6, r = 65: 43.5 / 24.2 (OVO / OVA)",
             "fewer wrong bytes, by more than two standard errors, at every r that both were measured at and every "
             "length; same shape: at every r from 4 on", _aware,
-            otherwise="Perplexity, in the table, is lower with OVA at every r and length. Wrong bytes are a coarser "
-            "count: some 1200 hidden bytes, and few of them change sides between the two.",
         ),
         Claim(
             "exact", "section 3, Table 1", "width + 1 values make the output exactly", "24.2 = 24.2 at 65",
@@ -373,17 +374,12 @@ STUDY = Study(
             "oblivious", "Table 1", "width + 1 keys of largest weight are not enough",
             "43.5, exact 24.2: 27 % of the way to OVO-1", "at the longest text at least a tenth of the way to OVO-1, "
             "and more than two standard errors; same shape: only the second", _oblivious,
-            otherwise="These models look at few places: nine keys lose nothing in wrong bytes. They are small, had "
-            "minutes of training, and their texts are 32 to 128 bytes; the paper's 65 keys are of 4096 "
-            "tokens.",
         ),
         Claim(
             "single", "Table 1", "one key is close to useless, and one value less so",
             "96.6 / 88.6, exact 24.2", "at every length both at least three quarters of the way to a model that always "
             "says the most frequent byte, OVA-1 below OVO-1 by more than two standard errors; same shape: only the "
             "second", _single,
-            otherwise="One key keeps more than half of what these models know, and that comes from the nearest bytes: "
-            "a window of 16 is near exact attention. The paper's model knew far more.",
         ),
         Claim(
             "features", "Table 1", "random features, four for a coordinate, are close to useless",
@@ -399,21 +395,15 @@ STUDY = Study(
         Claim(
             "window", "Figure 1", "windows trail behind the largest weights", "at all r",
             "more wrong bytes at every r and length; same shape: at three quarters of these points", _window,
-            otherwise="From 16 keys on windows and largest weights are both near exact attention's figure, and noise "
-            "decides which is ahead at some lengths.",
         ),
         Claim(
             "longer", "section 4, Figure 3", "a model of longer texts is wrong less often", "512: 26.6, 4096: 24.2",
             "the longest below the shortest by more than two standard errors; same shape: below", _longer,
-            otherwise="All lengths had as many steps and bytes, and that is not enough for the longer ones: their "
-            "perplexities on held-out text are higher, too. The paper's models had 2.5 million steps, and "
-            "started from RoBERTa.",
         ),
         Claim(
             "grows", "ours", "the longer the text, the more is lost with width + 1 keys of largest weight",
             "one length only", "more points above exact attention at each doubling, the longest above the shortest by "
             "more than two standard errors; same shape: only the second", _grows, ours=True,
-            otherwise="Width + 1 keys lose nothing in wrong bytes at any of these lengths.",
         ),
     ),
 )  # fmt: skip

@@ -31,7 +31,10 @@ from sparing_lab.studies._value_aware import (
     family,
     groups,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import masked
 
 if TYPE_CHECKING:
@@ -320,8 +323,6 @@ STUDY = Study(
             "oblivious", "Table 1", "65 keys of largest weight are not enough", "43.5, exact 24.2 (causal, Table 2: "
             "33.5, exact 30.5)", "error or perplexity at least 8 % above exact attention's, as in Table 2; same "
             "shape: 1 %; perplexity at 2048 tokens", _oblivious,
-            otherwise="The gap is there, but smaller than in the paper's models. It was measured on one text, of a "
-            "kind that SmolLM2 predicts well; `--data` with books measures it on another.",
         ),
         Claim(
             "single", "Tables 1 and 2", "one key is close to useless, and one value less so",
@@ -333,19 +334,12 @@ STUDY = Study(
             "features", "Table 1", "256 random features are close to useless", "89.79: 91 % of the way from exact to "
             "OVO-1", "at least half of the way in every model (1 - cosine, nats per token or points); same shape: in "
             "one", _features,
-            otherwise="Where an embedding moves less than half as far as with OVO-1, the measure has a part in it: an "
-            "embedding is the mean over all tokens, and errors that differ from token to token average out in it. The "
-            "paper counts single tokens. The outputs of the layers are about as wrong as those of uniform attention "
-            "would be (table, last column).",
         ),
         Claim(
             "lsh", "Table 1", "LSH needs many rounds and large chunks",
             "n/64 keys x 4 rounds 90.39 (91 % of the way to OVO-1), n/8 x 16 26.11 (3 %)",
             "with the same shares of the keys at least half, and at most a tenth of the way; same shape: the first "
             "more than twice the second", _lsh,
-            otherwise="The first setting moves an embedding less than half as far as OVO-1 does, although the outputs "
-            "of the layers are wrong by more than their own size (table, last column): an embedding is a mean over "
-            "tokens, where the paper counts single tokens. And n/64 keys are 64 in the paper, but 8 of 512 here.",
         ),
         Claim(
             "window", "Figure 1", "windows trail behind the largest weights", "at all r",
@@ -357,8 +351,7 @@ STUDY = Study(
             "largest weights are at as many keys", "asks for methods that approximate the output; has none",
             "its loss is below OVO's at the keys that it read (between measured points: straight in the logarithms), "
             "for every setting; same shape: for one", _multipole,
-            otherwise="OVO looks at all weights before it chooses, multipole does not. On the small scale SmolLM2 runs "
-            "the loosest of the three settings that the paper's scale runs there.", ours=True,
+            ours=True,
         ),
     ),
 )  # fmt: skip

@@ -15,7 +15,10 @@ from sparing.transformers.watch import Seen
 from sparing.workbench.estimate import exponent
 from sparing_lab.report.figure import style
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,14 +205,10 @@ STUDY = Study(
             "patterns", "figure 4", "patterns of self-attention are preserved well, queries and keys of length 1",
             "seen in figure 4", f"with {AT} hashes, mean correlation of rows that sum to 1 with softmax at temperature "
             f"log2(n) at least {ALIKE}; same shape: {RELATED}", _alike("with softmax"),
-            otherwise="The collision probability gives more weight than the exponential to keys that are not similar, "
-            "and less to the similar ones; a finite number of hashes adds noise.",
         ),
         Claim(
             "own", "figure 4", "the same against the trained model's own softmax", "seen in figure 4",
             f"as above, {ALIKE}; same shape: {RELATED}", _alike("with own softmax"),
-            otherwise="MiniLM was trained with softmax of queries and keys of any length. YOSO sees directions only, "
-            "and has one temperature for all heads. The paper's own model was trained with YOSO.",
         ),
     ),
 )  # fmt: skip

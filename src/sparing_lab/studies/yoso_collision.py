@@ -13,7 +13,10 @@ from sparing.maths.hashing import hadamard_rotations, hyperplanes, sign_codes
 from sparing.methods.yoso.method import agreement
 from sparing.workbench.estimate import estimate
 from sparing_lab.report.figure import panels, style
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study, judged
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -231,15 +234,11 @@ STUDY = Study(
             "positive", "section 4", "both functions and their first two derivatives are positive on [-1, 1]",
             "positive", "at all points of the open interval, by automatic differentiation, and the values at both "
             "ends; same shape: all but the ends", _positive,
-            otherwise="Opposite vectors never collide: at x = -1 the probability is 0, where the exponential is not. "
-            "Everywhere else all three are positive.",
         ),
         Claim(
             "aligned", "figure 1", "the collision probability is a biased approximation of exp(8 (x - 1))",
             "two curves close to each other", "nowhere more than 0.2 apart, correlation of the curves at least 0.95; "
             "same shape: correlation at least 0.8", _aligned,
-            otherwise="The two agree at x = 1 and far from it. Just below 1 the probability falls at once, its "
-            "derivative being infinite there, and the exponential does not: there they are farthest apart.",
         ),
         Claim(
             "infinite", "section 4", "the derivative of the collision probability goes to infinity at x = 1",
@@ -254,15 +253,10 @@ STUDY = Study(
             "law", "eqs. 5, 20", "codes collide with probability (1 - arccos(x) / pi)^8", "the probability",
             "at all cosines, for both hashes of the library, intervals over draws that hold together in 99 % of all "
             "runs; same shape: within 10 %", _law("hadamard", "gaussian"),
-            otherwise="The intervals are as wide as the draws allow; one that just misses is no proof of a bias.",
         ),
         Claim(
             "contiguous", "eq. 21", "so do codes of consecutive coordinates of one Hadamard rotation",
             "approximates random projection", "as above; same shape: within 10 %", _law("contiguous"),
-            otherwise="Coordinates of one rotation are projections on orthogonal vectors, whose signs depend on each "
-            "other. Such codes collide too rarely, the more so the less similar the vectors are, and no number of "
-            "hashes brings the estimate to the expectation. The library takes the bits of a code from different "
-            "rotations.",
         ),
     ),
 )  # fmt: skip

@@ -11,7 +11,10 @@ from sparing.workbench.timing import interval
 from sparing_lab.report.figure import PAPER, legend_below, panels, style
 from sparing_lab.studies._yoso_race import FUSED, HASHES, SELF, SPECS, race_at, timed, work_of
 from sparing_lab.studies._yoso_table4 import LENGTHS, QUANTITIES, TABLE, ratio
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -310,15 +313,12 @@ STUDY = Study(
             _paper_powers((SELF,), QUANTITIES),
             "exponents from 1.7 to 2.3, with the matrix of weights in memory; same shape: 1.5 to 2.5",
             _powers((SELF,), QUANTITIES, 1.7, 2.3, (1.5, 2.5)),
-            otherwise="What is linear in the length (inputs, outputs) and the start of a call weigh at short lengths.",
         ),
         Claim(
             "linear-time", "table 1", "YOSO takes time linear in the length, forward and backward",
             _paper_powers(YOSO, _TIMES),
             f"exponents {LEAST} to {LINEAR} for every number of hashes; same shape: at most {NEARLY}",
             _powers(YOSO, _TIMES, LEAST, LINEAR, (0.0, NEARLY)),
-            otherwise="The backward pass visits pairs that collide, and with tokens in few topics a bucket holds ever "
-            "more of them; bits grow with the length, and tables outgrow the caches.",
         ),
         Claim(
             "linear-memory", "table 1", "YOSO takes memory linear in the length", _paper_powers(YOSO, _MEMORY),
@@ -338,21 +338,17 @@ STUDY = Study(
             "speed", "table 4", "at 4096 tokens YOSO is faster than self-attention", _paper_gains(4096, _TIMES),
             f"self-attention with its matrix / YOSO at least {NEAR} of the paper's for each; same shape: above 1, and "
             "more than at 512", _as_much(_TIMES),
-            otherwise="Other hardware: what a processor and what a graphics card take for a matrix product, and for a "
-            "look-up, differ by other factors.",
         ),
         Claim(
             "fused", "table 4", "it is faster than fused attention, too (ours)", "not compared",
             "above 1 against SDPA at 4096 tokens, forward and backward, for each number of hashes; same shape: for one",
             _fused,
-            otherwise="Fused attention never writes its matrix, and is several times as fast as what the paper timed. "
-            "Many hashes pay off at longer texts only.", ours=True,
+            ours=True,
         ),
         Claim(
             "cache", "table 4", "at 4096 tokens YOSO keeps less for the backward pass", _paper_gains(4096, ("cache",)),
             f"at least {NEAR} of the paper's ratio for each; same shape: above 1, and more than at 512",
             _as_much(("cache",)),
-            otherwise="The paper's self-attention keeps more than one matrix (dropout among them), ours one.",
         ),
         Claim(
             "peak", "table 4", "it takes less memory in training and testing",
@@ -364,21 +360,15 @@ STUDY = Study(
             "others-cache", "section 6", "YOSO-32 keeps less for the backward pass than the other methods",
             "2.6x (Reformer-2), 1.9x (Longformer-64), 2.1x (Linformer-256) at 512 tokens",
             f"at least {NEAR} of these; same shape: above 1.05", _less_kept,
-            otherwise="It is a property of implementations: ours of the other methods keep inputs and outputs, too, "
-            "and compute weights again in the backward pass; Linformer also keeps its learned projection.",
         ),
         Claim(
             "others-time", "section 6", "YOSO-32 saves about as much time as the other methods",
             "its time / theirs at 4096: 0.99 (Reformer-2), 1.02 (Longformer-64), 1.57 (Linformer-256)",
             "from half to twice their forward time; same shape: of one", _similar,
-            otherwise="A window reads keys in order and needs no hash: on a processor it takes much less time than "
-            "look-ups in tables.",
         ),
         Claim(
             "per-token", "figure 5", "time per token grows by 30 % from 128 to 4096 tokens", "1.3x",
             "1 / 1.3 to 1.3 times for every number of hashes; same shape: at most 2", _per_token,
-            otherwise="Bits of a code grow from 7 to 12, and with them the projections of each token and the tables, "
-            "which no longer fit the nearest cache. Where it falls, the start of a call is what short texts pay for.",
         ),
     ),
 )  # fmt: skip

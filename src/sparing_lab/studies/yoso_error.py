@@ -14,7 +14,10 @@ from sparing.workbench.benchmark.workload import Inputs, clustered
 from sparing.workbench.estimate import exponent
 from sparing_lab.report.figure import legend_below, panels, style
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study, judged, not_run
+from sparing_lab.studies.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,11 +195,6 @@ _CRITERION = (
     f"{SLOW}"
 )
 _PAPER = "almost constant from 128 to 4096"
-_WHY = (
-    "The bits grow with the length, and each further bit makes collisions rarer at any similarity below 1, so that a "
-    "row of the estimate rests on fewer of them. With 9 bits at every length the L2 error does not grow (table). "
-)
-_LARGEST = "The largest of more entries is also larger by itself."
 STUDY = Study(
     name="yoso-error",
     title="The error of a fixed number of hashes against the length",
@@ -210,34 +208,28 @@ STUDY = Study(
     claims=(
         Claim(
             "paper", "figure 5", "the relative error of the pretrained model stays almost constant over the length",
-            _PAPER, f"L-infinity, the authors' model or --model: {_CRITERION}", _flat("L-infinity"), otherwise=_WHY,
+            _PAPER, f"L-infinity, the authors' model or --model: {_CRITERION}", _flat("L-infinity"),
         ),
         Claim("minilm", "figure 5", "the same for MiniLM, 128 to 512 tokens, L-infinity", _PAPER, _CRITERION,
-              _flat("L-infinity", "minilm"), otherwise=_WHY + _LARGEST),
-        Claim("minilm-l2", "figure 5", "the same in L2", _PAPER, _CRITERION, _flat("L2", "minilm"), otherwise=_WHY),
+              _flat("L-infinity", "minilm"),),
+        Claim("minilm-l2", "figure 5", "the same in L2", _PAPER, _CRITERION, _flat("L2", "minilm"),),
         Claim("smollm2", "figure 5", "the same for SmolLM2, causal, 128 to 2048 tokens, L-infinity", _PAPER, _CRITERION,
-              _flat("L-infinity", "smollm2"), otherwise=_WHY + _LARGEST),
-        Claim("smollm2-l2", "figure 5", "the same in L2", _PAPER, _CRITERION, _flat("L2", "smollm2"), otherwise=_WHY),
+              _flat("L-infinity", "smollm2"),),
+        Claim("smollm2-l2", "figure 5", "the same in L2", _PAPER, _CRITERION, _flat("L2", "smollm2"),),
         Claim(
             "bits", "section 6", "bits that grow as log2(n) keep the error from growing", "may be partly the cause",
             f"synthetic topics of a similarity that does not change, L2: exponents at most {FLAT} and below those with "
             f"{FIXED} bits for every number of hashes; same shape: only the latter", _bits,
-            otherwise="Here the opposite holds: with 9 bits at every length the error stays what it is, and with "
-            "log2(n) bits it grows. More tokens of the same kind make sums larger, what is sought and noise alike; "
-            "more bits make collisions rarer.",
         ),
         Claim(
             "independent", "figure 5", "the error of independent normal q, k, v stays almost constant, too (ours)",
             "not looked at", _CRITERION, _flat("L2", "independent"),
-            otherwise="There is nothing to attend to: all weights are nearly equal and, the more bits there are, the "
-            "smaller; the error is near 1 or above. It grows with the bits, not with the tokens.", ours=True,
+            ours=True,
         ),
         Claim(
             "hashes", "section 6", "the error falls with the number of hashes", "variance falls with the hashes",
             "trained models, every length, L2: falls at each step, as a power of -0.4 to -0.6; same shape: falls at "
             "each step", _hashes,
-            otherwise="Where a query collides with few keys the error is large, and dividing the rows by their length "
-            "keeps it from being as large as the noise: it falls more slowly than the root of the hashes.",
         ),
     ),
 )  # fmt: skip

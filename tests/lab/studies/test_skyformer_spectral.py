@@ -6,8 +6,9 @@ import torch
 import sparing
 from sparing.models import Subject
 from sparing_lab.studies import skyformer_spectral, study
+from sparing_lab.studies.rows import pick
 from sparing_lab.studies.skyformer_spectral import BUDGETS, READ, SPECS, initialised, inputs_of, spectral_errors
-from sparing_lab.studies.study import Settings, pick
+from sparing_lab.studies.study import Settings
 from sparing_lab.tasks import wikitext
 from tests.support.verdicts import changed, verdict
 
