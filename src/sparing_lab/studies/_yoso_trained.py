@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -29,8 +28,3 @@ def started(config: Config, weights: Mapping[str, Tensor], task: Task | None = N
     training = Training(config, task=task)
     training.bare.load_state_dict({n: w for n, w in weights.items() if not n.endswith("evaluation_seed")})
     return training
-
-
-def falling(values: list[float], room: float) -> bool:
-    """Whether none is above the one before it by more than the room that noise is given."""
-    return all(later <= earlier + room for earlier, later in pairwise(values))

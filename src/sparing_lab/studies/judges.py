@@ -43,9 +43,9 @@ class Criterion:
         """Require both."""
         return Criterion(f"{self.words}, and {other.words}", lambda found: self.holds(found) and other.holds(found))
 
-    def of(self, name: str) -> Criterion:
-        """Apply the criterion to one entry of the figures."""
-        return Criterion(self.words, lambda found: self.holds(found[name]))
+    def of(self, name: Any, where: str = "") -> Criterion:
+        """Apply the criterion to one entry of the figures; where: what that is, in words."""
+        return Criterion(f"{self.words} {where}".strip(), lambda found: self.holds(found[name]))
 
     def once(self, where: str = "for one") -> Criterion:
         """Require it of one figure."""
