@@ -33,6 +33,11 @@ def entry(row: Row, of: Entry) -> Any:
     return row[of] if isinstance(of, str) else of(row)
 
 
+def over(of: str, by: str) -> Callable[[Row], float]:
+    """Return the entry that is the ratio of two fields."""
+    return lambda row: row[of] / row[by]
+
+
 def distinct(rows: Rows, of: Entry) -> list[Any]:
     """Return the different entries of the rows, in the order of their first appearance."""
     return list(dict.fromkeys(entry(row, of) for row in rows))
@@ -72,8 +77,13 @@ def power(curve: Curve) -> float:
     return exponent([float(x) for x in curve], [float(y) for y in curve.values()])
 
 
+def ends(values: Iterable[float]) -> tuple[float, float]:
+    """Return the least and the largest value."""
+    known = list(values)
+    return min(known), max(known)
+
+
 def span(values: Iterable[float], form: str = ".2f") -> str:
     """Return the least and the largest value in words; one number where both read the same."""
-    known = list(values)
-    low, high = format(min(known), form), format(max(known), form)
+    low, high = (format(value, form) for value in ends(values))
     return low if low == high else f"{low} to {high}"

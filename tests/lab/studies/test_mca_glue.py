@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.store import Store
+from sparing_lab.papers import numbers
 from sparing_lab.studies import study
 from sparing_lab.studies._mca import Problem, Work, documents_of, model_of, problem
-from sparing_lab.studies._mca_tables import PAPER_TABLES, WEIGHTS
 from sparing_lab.studies.mca_glue import ALPHAS, METHODS
 from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
@@ -20,6 +20,7 @@ from tests.support.verdicts import changed, verdict
 
 NAME = "mca-glue"
 LENGTHS = {"CoLA": 11.0, "SST-2": 25.0, "RTE": 64.0}
+PAPER = numbers("mca", "tables 1 and 2")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def like_paper():
     """Rows whose savings are those that the paper prints."""
     rows = made("CoLA") + made("SST-2") + made("RTE")
     for task, length in LENGTHS.items():
-        for alpha, times in zip(ALPHAS, PAPER_TABLES["BERT"][task].flops, strict=True):
+        for alpha, times in zip(ALPHAS, PAPER["BERT"][task]["flops"], strict=True):
             found = work(length, 128 / times / length)
             rows = changed(rows, lambda row, task=task, alpha=alpha: at(task=task, alpha=alpha)(row), work=found)
     return rows
@@ -84,7 +85,7 @@ def test_savings_are_held_against_the_papers_for_the_same_tasks(alpha):
     # One task that saves far more, two as printed; then all of them half of what is printed.
     assert verdict(NAME, key, changed(rows, at(task="CoLA", alpha=alpha), work=work(11.0, 0.3))) == "same shape"
     for task, length in LENGTHS.items():
-        more = 2 * 128 / length / PAPER_TABLES["BERT"][task].flops[ALPHAS.index(alpha)]
+        more = 2 * 128 / length / PAPER["BERT"][task]["flops"][ALPHAS.index(alpha)]
         rows = changed(rows, at(task=task, alpha=alpha), work=work(length, more))
     assert verdict(NAME, key, rows) == "does not"
     assert verdict(NAME, key, made("SST-2")) == "not run", "one task is no mean of tasks"
@@ -231,7 +232,8 @@ def test_the_paper_scale_names_its_weights_and_wants_its_files(tmp_path):
     }  # fmt: skip
     assert {cell["seed"] for cell in cells if cell["method"] == "shared"} == set(range(128))
     assert {cell["alpha"] for cell in cells if "alpha" in cell} == {0.2, 0.4, 0.6, 1.0}
-    assert set(WEIGHTS["BERT"]) == set(WEIGHTS["DistilBERT"]) == set(TASKS) - {"MNLI-mm"}
+    weights = numbers("mca", "weights")
+    assert set(weights["BERT"]) == set(weights["DistilBERT"]) == set(TASKS) - {"MNLI-mm"}
 
 
 def test_a_model_that_does_not_say_its_task_or_whose_file_is_missing(tmp_path):
