@@ -81,7 +81,7 @@ class Judge:
     figures: Callable[[Rows], Figures]
     reproduces: Criterion
     same_shape: Criterion | None = None
-    shows: str | Callable[[Figures], str] = "{key} {value:.3g}"  #: of each figure by its key; or of all together
+    shows: str | Callable[[Figures], str] = ""  #: of each figure by its key, or of all; empty: `described`
     of: str = ""  #: what the criteria are about
     needs: str = ""  #: what is missing where there are no figures
 
@@ -93,7 +93,8 @@ class Judge:
             return Judgement("not run", str(reason))
         if self.needs and not found:
             return Judgement("not run", self.needs)
-        ours = listed(found, self.shows) if isinstance(self.shows, str) else self.shows(found)
+        form = self.shows or described
+        ours = listed(found, form) if isinstance(form, str) else form(found)
         if self.reproduces.holds(found):
             return Judgement("reproduces", ours)
         shape = self.same_shape is not None and self.same_shape.holds(found)
@@ -109,6 +110,20 @@ class Judge:
 def listed(figures: Mapping[Any, Any], form: str, between: str = ", ") -> str:
     """Return all figures in words; form: of one, by its `key` and `value`."""
     return between.join(form.format(key=key, value=value) for key, value in figures.items())
+
+
+def described(figures: Figures, depth: int = 0) -> str:
+    """Return figures in words: numbers by their names, curves by their ends."""
+    if isinstance(figures, Mapping):
+        if len(figures) > 2 and all(isinstance(key, int | float) for key in figures):
+            (first, low), *_, (last, high) = figures.items()
+            return f"{low:.3g} at {first:g}, {high:.3g} at {last:g}"
+        words = (f"{key} {described(value, depth + 1)}".strip() for key, value in figures.items())
+        nested = any(isinstance(value, Mapping) for value in figures.values())
+        return ("; " if nested else " / " if depth else ", ").join(words)
+    if isinstance(figures, Sequence) and not isinstance(figures, str):
+        return " / ".join(described(value, depth + 1) for value in figures)
+    return f"{figures:.3g}" if isinstance(figures, float) else str(figures)
 
 
 def each_of(figures: Figures) -> list[Any]:

@@ -12,6 +12,7 @@ from sparing_lab.studies.judges import (
     at_most,
     below,
     close,
+    described,
     each,
     exponent,
     falls,
@@ -107,6 +108,13 @@ def test_what_is_missing_is_not_judged():
 def test_figures_are_listed_by_a_form():
     assert listed({("a", 1): (0.5, 2)}, "{key[0]} {value[0]:.0%}") == "a 50%"
     assert listed({"a": 1, "b": 2}, "{key}{value}", "; ") == "a1; b2"
+
+
+def test_figures_are_described_by_their_names_and_curves_by_their_ends():
+    assert described({"a": 0.12345, "b": 2}) == "a 0.123, b 2"
+    assert described(ROOT) == "0.354 at 8, 0.177 at 32"
+    assert described({"a": ROOT, "b": {"x": 1.0, "y": 2.0}}) == "a 0.354 at 8, 0.177 at 32; b x 1 / y 2"
+    assert described([0.5, "none"]) == "0.5 / none"
 
 
 def test_criteria_of_ones_own_are_words_and_a_condition():
