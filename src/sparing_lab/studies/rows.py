@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from sparing.workbench.estimate import exponent
 
+Number = TypeVar("Number", int, float)
 Cell = Mapping[str, Any]  #: what tells a piece of work from all others; JSON
 Row = dict[str, Any]  #: a measurement: its cell, and what was found; JSON
 Rows = Sequence[Row]
@@ -77,7 +78,7 @@ def power(curve: Curve) -> float:
     return exponent([float(x) for x in curve], [float(y) for y in curve.values()])
 
 
-def ends(values: Iterable[float]) -> tuple[float, float]:
+def ends(values: Iterable[Number]) -> tuple[Number, Number]:
     """Return the least and the largest value."""
     known = list(values)
     return min(known), max(known)

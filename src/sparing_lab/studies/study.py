@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from sparing_lab.report.figure import Figure
-from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.judges import Judge
 from sparing_lab.studies.rows import Cell, Row, Rows
 from sparing_lab.studies.tables import Table
 
@@ -58,13 +58,13 @@ class Claim:
     where: str  #: in the paper
     states: str
     paper: str  #: its figures, in few words
-    criterion: str = ""  #: what "reproduces" takes; empty: the words of the judge
-    judge: Callable[[Rows], Judgement] = field(default=lambda rows: Judgement("not run", "nothing judges it"))
+    judge: Judge
     ours: bool = False  #: a question of ours, which the paper does not put
 
-    def __post_init__(self) -> None:
-        if not self.criterion:
-            object.__setattr__(self, "criterion", getattr(self.judge, "criterion", ""))
+    @property
+    def criterion(self) -> str:
+        """What "reproduces" takes, and "same shape" where that can be the answer."""
+        return self.judge.criterion
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,3 @@ PAPERS = {
     "value-aware": "Gupta and Berant, Value-aware Approximate Attention (EMNLP 2021)",
     "skyformer": "Chen et al., Skyformer: Remodel Self-Attention with Gaussian Kernel and Nystrom Method (2021)",
 }
-
-
-def judged(whole: bool, shape: bool = False, *, ours: str) -> Judgement:
-    """From two answers to a verdict: does it hold as printed, and if not, does at least its shape?"""
-    return Judgement("reproduces" if whole else "same shape" if shape else "does not", ours)
-
-
-def not_run(why: str) -> Judgement:
-    """Where there is nothing to judge by: data or weights that are not here."""
-    return Judgement("not run", why)
