@@ -5,25 +5,21 @@ Informer, the figure's fourth method, is not in this library.
 
 from __future__ import annotations
 
-import copy
 import functools
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparing import documents
 from sparing.documents import Documents
-from sparing.functional import attention
 from sparing.models import Subject, load
 from sparing.workbench.capture import capture
 from sparing.workbench.prepare import extended
 from sparing_lab.papers import numbers
 from sparing_lab.report.figure import PAPER, Figure, line, panels, style
+from sparing_lab.studies._skyformer_spectral import SPECS, LayerInputs, initialised, layer_inputs, spectral_errors
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, above, ahead, each, falls
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, distinct, ends, grouped, mean, pick
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -34,30 +30,11 @@ BUDGETS = (16, 32, 64, 128, 256)
 WEIGHTS = ("initialised", "pretrained")
 MODELS = {"small": "minilm", "paper": "bert-base-cased"}
 LENGTHS = {"small": (512, 2048), "paper": (512, 1024, 2048, 4096)}
-#: In the paper's figure Skyformer is the lifted Nystrom method on the softmax kernel, with normalised rows. Landmarks
-#: are drawn as in its Definition 1, and M is not damped.
-SPECS = {
-    "Skyformer": "skyformer(landmarks={}, kernel=softmax, gamma=0, sampling=iid)",
-    "Nystromformer": "nystrom(landmarks={})",
-    "Performer": "random_features(features={})",
-}
 OTHERS = [name for name in SPECS if name != "Skyformer"]
-#: What Skyformer is made for: its own kernel, against the dense form of that.
-OWN = "skyformer(landmarks={})"
 #: Read off the paper's figure, within 3 %: weights and length -> method -> values by the number of landmarks.
 READ = {(weights, length): numbers("skyformer", "figure 1")[f"{weights} {length}"] for weights in WEIGHTS
         for length in (512, 4096)}  # fmt: skip
 Panel = tuple[str, int]  #: of the figure: weights and length
-
-
-class Inputs(NamedTuple):
-    """One layer on one text, and what dense attention makes of it."""
-
-    q: Tensor  # [1, H, n, d]
-    k: Tensor
-    v: Tensor
-    exact: Tensor
-    own: Tensor  # Skyformer's target: the dense form of its kernel
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -84,47 +61,6 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return spectral_errors(cell["method"], cell["budget"], inputs, cell["seed"])
 
 
-def spectral_errors(name: str, budget: int, inputs: Sequence[Inputs], seed: int) -> Row:
-    """The spectral norm of the error of a head's output, and that divided by the norm of what it should be.
-
-    Means over layers and heads. name: of `SPECS`; "own": Skyformer's against the dense form of its own kernel;
-    "values": the mean of all values in place of attention; with it, what the queries and keys are like.
-    """
-    errors, relative = [], []
-    for q, k, v, exact, own in inputs:
-        target = own if name == "own" else exact
-        if name == "values":
-            found = v.mean(-2, keepdim=True).expand_as(v)
-        else:
-            spec = OWN if name == "own" else SPECS[name]
-            found = attention(q, k, v, method=spec.format(budget), seed=seed)
-        error, size = (torch.linalg.matrix_norm(x.double(), 2) for x in (found - target, target))
-        errors += error.flatten().tolist()
-        relative += (error / size).flatten().tolist()
-    facts = {} if name != "values" else _facts(inputs)
-    return {"error": fmean(errors), "relative": fmean(relative), "heads": len(errors), **facts}
-
-
-def _facts(inputs: Sequence[Inputs]) -> Row:
-    """Medians over heads of what hangs on queries and keys: how near they are, how unequal keys, how peaked rows.
-
-    kernel: the Gaussian kernel of a typical pair. spread: the logarithm of the largest over the least factor
-    exp(s |k|^2 / 2), which turns it into softmax's. keys: the exponential of the entropy of a typical row of weights.
-    """
-    kernel, spread, keys = [], [], []
-    for q, k, *_ in inputs:
-        q, k = q[..., :: max(q.shape[-2] // 256, 1), :].double(), k.double()
-        scale = q.shape[-1] ** -0.5
-        kernel.append((torch.cdist(q, k).square() * (-scale / 2)).exp().flatten(-2).median(-1).values)
-        factor = scale / 2 * k.square().sum(-1)
-        spread.append(factor.amax(-1) - factor.amin(-1))
-        logs = (q @ k.mT * scale).log_softmax(-1)
-        keys.append(-(logs.exp() * logs).sum(-1).median(-1).values)
-    medians = (float(torch.cat([x.flatten() for x in each]).median()) for each in (kernel, spread, keys))
-    typical, factors, entropy = medians
-    return {"kernel": typical, "spread": factors, "keys": math.exp(entropy)}
-
-
 def _documents(data: Path | None, small: bool) -> Documents:
     """WikiText-2, as in the paper; where nothing may be downloaded, Python's help topics do."""
     if small and (data is None or wikitext.path_in(data) is None):
@@ -146,7 +82,7 @@ def _subject(model: str) -> Subject:
 @torch.no_grad()
 def _inputs(
     model: str, weights: str, length: int, seed: int, data: Path | None, small: bool, fingerprint: str
-) -> list[Inputs]:
+) -> list[LayerInputs]:
     """Of every layer, or of every second of a small model, for the text of that number."""
     subject = _subject(model)
     if weights == "initialised":
@@ -161,21 +97,8 @@ def _inputs(
         raise ValueError(f"seeds: each takes a text of {length} tokens, and there are only {seed}")
     found = []
     for layer in capture(subject.model, input_ids=ids[None])[1 if small else 0 :: 2 if small else 1]:
-        found.append(inputs_of(layer.query, layer.key, layer.value.project(layer.key.shape[1])))
+        found.append(layer_inputs(layer.query, layer.key, layer.value.project(layer.key.shape[1])))
     return found
-
-
-def inputs_of(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """With both targets."""
-    return Inputs(q, k, v, *(attention(q, k, v, method=name) for name in ("exact", "kernelized")))
-
-
-def initialised(subject: Subject, seed: int) -> Subject:
-    """The same architecture with weights that nobody trained."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = type(subject.model)(copy.deepcopy(subject.model.config))
-    return Subject(f"{subject.name}, initialised", model.eval(), subject.tokenizer)
 
 
 def _curves(rows: Rows, field: str = "error") -> dict[Panel, dict[str, dict[int, float]]]:

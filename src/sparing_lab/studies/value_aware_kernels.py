@@ -9,28 +9,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sparing import documents
-from sparing.call import Call
-from sparing.contract import Method, Supports, method
+from sparing.contract import method
 from sparing.documents import Documents
-from sparing.oracles.kernels import OracleOf, weights_of
+from sparing.oracles.kernels import OracleOf
 from sparing.sample_text import distinct_topics
 from sparing_lab.papers import numbers
 from sparing_lab.report.figure import PAPER, Figure, level, line, panels, style
-from sparing_lab.studies._trained import Tried, row_of, running, trained, tried
+from sparing_lab.studies._trained import row_of, trained
+from sparing_lab.studies._value_aware_kernels import head, skew, trial
 from sparing_lab.studies.judges import Criterion, Judge, each
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, mean, pick, the
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, listing
 from sparing_lab.tasks import wikitext
-from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
 
 KINDS = {"exp": "exponential", "poly": "polynomial (degree 2)", "elu": "elu"}
@@ -50,7 +45,6 @@ BUDGETS = {
 }
 EXAMPLES = {"small": 64, "paper": 256}  #: held-out pieces
 SEARCHED = {"small": 4, "paper": 4}  #: pieces in which width + 1 values are looked for, which takes longest
-CONTEXT = 0.5  #: share of a piece that only gives context
 TABLE_2 = numbers("value-aware", "table 2")  #: perplexities of exact attention and of the oracles at 1 and 65 keys
 _LARGE_FILE = "wikitext103/wiki.train.tokens"
 
@@ -93,10 +87,10 @@ def _config(cell: Cell, path: Path | None) -> Config:
 def _measure(settings: Settings, cell: Cell) -> list[Row]:
     model, found = trained(_config(cell, _text(settings)[0]))
     kernel = method(found.config.method)
-    run, few = (_trial(model, found.task, cell[count]) for count in ("examples", "searched"))
+    run, few = (trial(model, found.task, cell[count]) for count in ("examples", "searched"))
     exact, exact_few = run(kernel), few(kernel)
     rows: list[Row] = [
-        {"what": "trained", **row_of(found), **_skew(kernel, run, cell)},
+        {"what": "trained", **row_of(found), **skew(kernel, run, cell)},
         {"what": "swap", "oracle": "exact", "r": None, "loss": exact.loss, "gap": 0.0, "error": 0.0},
     ]
     for oracle, keys in cell["budgets"].items():
@@ -108,54 +102,6 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
                 {"what": "swap", "oracle": oracle, "r": r, "loss": exact.loss + gap, "gap": gap, "error": error}
             )
     return rows
-
-
-def _trial(model: Any, task: Task, examples: int) -> Callable[[Method], Tried]:
-    """What a method in the layers loses on so many held-out pieces, in the half that has most context before it."""
-    many, all_ = min(examples, len(task.valid)), len(task.valid)
-    numbers = [number * all_ // many for number in range(many)]
-
-    def run(method: Method) -> Tried:
-        with running(model, method):
-            return tried(model, task, numbers, context=round(CONTEXT * task.length))
-
-    return run
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Seen(Method):
-    """A kernel whose weights somebody looks at."""
-
-    name = "_seen"
-    target = "kernel"
-    supports = Supports(causal=True, attn_mask="boolean", gradient=False)
-
-    kernel: Method
-    see: Callable[[Tensor], None]
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        weights = weights_of(self.kernel, q, k, call)
-        self.see(weights)
-        return (weights @ v.double()).to(v.dtype)
-
-
-def _skew(kernel: Method, run: Callable[[Method], Tried], cell: Cell) -> Row:
-    """How large a query's largest weight is, and how much the width + 1 largest hold, on average."""
-    first, few = round(CONTEXT * cell["length"]), head(cell) + 1
-    sums = torch.zeros(3, dtype=torch.float64)
-
-    def see(weights: Tensor) -> None:
-        rows = weights[:, :, first:].flatten(0, 2)
-        top = rows.topk(min(few, rows.shape[-1])).values
-        sums.add_(torch.stack([top[:, 0].sum(), top.sum(), torch.tensor(float(len(rows)))]))
-
-    run(_Seen(kernel=kernel, see=see))
-    return {"largest": float(sums[0] / sums[2]), "held": float(sums[1] / sums[2])}
-
-
-def head(cell: Cell) -> int:
-    """The width of a head's values."""
-    return int(cell["width"] // cell["heads"])
 
 
 # What the rows say

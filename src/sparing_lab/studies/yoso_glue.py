@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -13,13 +12,14 @@ from sparing.documents import default
 from sparing.workbench.estimate import proportion
 from sparing_lab.papers import numbers
 from sparing_lab.report.figure import PAPER, Figure, legends, level, panels, style
+from sparing_lab.studies._yoso_glue import ERRORS, TunedModel, first, tuned_models
 from sparing_lab.studies._yoso_trained import EXPECTATION, METHODS, SAMPLED, YOSO, started
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, each
-from sparing_lab.studies.rows import Cell, Row, Rows, curve, grouped, pick
+from sparing_lab.studies.rows import Cell, Row, Rows, curve, pick
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import glue
-from sparing_lab.tasks.trainable import Split, Task
+from sparing_lab.tasks.trainable import Task
 from sparing_lab.tasks.tuning import OWN, USUAL
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
@@ -36,7 +36,6 @@ _SMALL: dict[str, Any] = {"length": 40, "batch": 16, "steps": 96, "rate": 2e-4, 
 _FURTHER = 96  #: steps that follow a swap
 _HELD = 256  #: examples that a small run is judged by
 COMPARABLE = 0.02  #: of a score
-ERRORS = 2.0  #: standard errors that noise is given
 MOST, HALF = 0.8, 0.5  #: shares of what lies between chance and softmax
 
 
@@ -120,12 +119,6 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-def first(split: Split, count: int | None) -> Split:
-    """The first examples; None: all."""
-    count = len(split) if count is None else min(count, len(split))
-    return Split(count, split.example, None if split.lengths is None else split.lengths[:count])
-
-
 def _curve(training: Training) -> list[dict[str, float]]:
     """Before the first step, and then as the run says."""
     return [{"step": 0.0, **training.evaluate()}, *training.run().records]
@@ -139,95 +132,41 @@ def _held(task: Task) -> dict[str, float]:
     return {"held": len(labels), "chance": 2 * ones / (1 + ones) if task.metric == "f1" else often}
 
 
-class Case:
-    """A model on a task: what all rows about it say."""
-
-    def __init__(self, rows: Rows, task: str, model: str) -> None:
-        self.rows, self.task, self.model = rows, task, model
-        one = pick(rows, what="tuned")[0]
-        self.metric, self.chance, self.held = one["metric"], one["chance"], one["held"]
-
-    def score(self, what: str, **wanted: Any) -> float:
-        """Return the best score of several runs, as the paper chose; of a curve, at its end."""
-        found = pick(self.rows, what=what, **wanted)
-        trained = what in ("tuned", "further")
-        return max((row["curve"][-1] if trained else row["record"])[self.metric] for row in found)
-
-    def tuned(self, name: str) -> float:
-        """Return the score of the model fine-tuned with a method."""
-        return self.score("tuned", name=name)
-
-    def expected(self, name: str) -> float:
-        """Return the score of that model with the expectation in place of its hashes."""
-        return self.score("expectation", name=name)
-
-    def zero(self, name: str) -> float:
-        """Return the score of the softmax model with a method swapped in."""
-        return self.score("zero", swap=name)
-
-    def further(self, name: str) -> float:
-        """Return the score of that, trained on."""
-        return self.score("further", swap=name)
-
-    @property
-    def swaps(self) -> list[str]:
-        return list(grouped(pick(self.rows, what="further"), "swap"))
-
-    @property
-    def noise(self) -> float:
-        """Of a score, ERRORS standard errors of a share of the held-out examples."""
-        share = self.tuned("softmax")
-        return ERRORS * math.sqrt(share * (1 - share) / self.held)
-
-    def learned(self, score: float) -> bool:
-        """Return whether a score is above chance by more than noise."""
-        return score > self.chance + self.noise
-
-    def kept(self, score: float) -> float:
-        """Return the share of softmax's distance from chance."""
-        return (score - self.chance) / (self.tuned("softmax") - self.chance)
+def _learned(rows: Rows) -> list[TunedModel]:
+    """The tuned_models in which softmax has learned its task."""
+    return _with_softmax(tuned_models(rows))
 
 
-def cases(rows: Rows) -> list[Case]:
-    """Return all that there are."""
-    return [Case(some, *key) for key, some in grouped(rows, "task", "model").items()]
-
-
-def _learned(rows: Rows) -> list[Case]:
-    """The cases in which softmax has learned its task."""
-    return _with_softmax(cases(rows))
-
-
-def _whole(rows: Rows) -> list[Case]:
+def _whole(rows: Rows) -> list[TunedModel]:
     """Those of them that have all methods."""
-    return _with_softmax([case for case in cases(rows) if pick(case.rows, what="tuned", name="YOSO-E")])
+    return _with_softmax([case for case in tuned_models(rows) if pick(case.rows, what="tuned", name="YOSO-E")])
 
 
-def _with_softmax(found: Sequence[Case]) -> list[Case]:
+def _with_softmax(found: Sequence[TunedModel]) -> list[TunedModel]:
     some = [case for case in found if case.learned(case.tuned("softmax"))]
     if not some:
         raise NotRun("softmax itself has not learned the task: " + _scores("softmax")(found))
     return some
 
 
-def _scores(*names: str) -> Callable[[Sequence[Case]], str]:
+def _scores(*names: str) -> Callable[[Sequence[TunedModel]], str]:
     return lambda found: "; ".join(
         f"{case.task}: " + ", ".join(f"{name} {100 * case.tuned(name):.1f}" for name in names)
         + f" (chance {100 * case.chance:.1f}, noise {100 * case.noise:.1f})" for case in found
     )  # fmt: skip
 
 
-def _every(words: str, names: Sequence[str], test: Callable[[Case, str], bool]) -> Criterion:
+def _every(words: str, names: Sequence[str], test: Callable[[TunedModel, str], bool]) -> Criterion:
     """For every case and each of these methods."""
     return each(words, lambda case: all(test(case, name) for name in names))
 
 
-def _swapped(words: str, test: Callable[[Case, str], bool]) -> Criterion:
+def _swapped(words: str, test: Callable[[TunedModel, str], bool]) -> Criterion:
     """For every case and each of its swaps."""
     return each(words, lambda case: all(test(case, name) for name in case.swaps))
 
 
-def _gain(case: Case) -> float:
+def _gain(case: TunedModel) -> float:
     """What the expectation adds to the scores of hashes."""
     return fmean(case.expected(name) - case.tuned(name) for name in SAMPLED)
 
@@ -245,7 +184,7 @@ def _expected(words: str, least: float) -> Criterion:
 
 def _off(rows: Rows) -> dict[tuple[str, str], float]:
     """Points above the paper's scores, by task and method."""
-    found = [case for case in cases(rows) if case.model == MODELS["table 2"] and case.task in TASKS]
+    found = [case for case in tuned_models(rows) if case.model == MODELS["table 2"] and case.task in TASKS]
     return {(case.task, name): 100 * case.tuned(name) - TABLE_2[name][case.task] for case in found for name in METHODS}
 
 
@@ -261,11 +200,11 @@ def _tables(rows: Rows) -> list[Table]:
     def paper(table: Any, name: str, task: str) -> str:
         return f"{table[name][task]:.1f}" if task in table.get(name, {}) else ""
 
-    def steps(case: Case, **wanted: Any) -> str:
+    def steps(case: TunedModel, **wanted: Any) -> str:
         return str(int(pick(case.rows, **wanted)[0]["curve"][-1]["step"]))
 
     tuned, swapped = [], []
-    for case in cases(rows):
+    for case in tuned_models(rows):
         tuned += [
             [case.task, name, steps(case, what="tuned", name=name), points(case.tuned(name)),
              paper(TABLE_2, name, case.task), points(case.expected(name)) if name in SAMPLED else "",
@@ -279,7 +218,7 @@ def _tables(rows: Rows) -> list[Table]:
                else ["", ""]), paper(TABLE_3, name, case.task)]
             for name in YOSO
         ]  # fmt: skip
-    held = ", ".join(f"{case.task} {case.held}, noise {100 * case.noise:.1f}" for case in cases(rows))
+    held = ", ".join(f"{case.task} {case.held}, noise {100 * case.noise:.1f}" for case in tuned_models(rows))
     return [
         Table(f"Fine-tuned, score x 100 (held out: {held})",
               ["task", "method", "steps", "score", "paper's", "then with E", "paper's x-E"], tuned),
@@ -290,7 +229,7 @@ def _tables(rows: Rows) -> list[Table]:
 
 def _draw(rows: Rows, figure: Figure) -> None:
     left, right = panels(figure, 1, 2, size=(5.6, 4.6))
-    case = cases(rows)[0]
+    case = tuned_models(rows)[0]
     looks: dict[str, Any] = {"softmax": {"color": "black", "marker": "*", "markersize": 8}}
     looks |= {name: style(number) for number, name in enumerate(YOSO)}
     dash: dict[str, Any] = {"linestyle": "none", "marker": "_", "markersize": 14, "markeredgewidth": 2}
@@ -353,11 +292,11 @@ STUDY = Study(
         Claim("zero", "section 6", "without further training the swap ruins a softmax model", "not printed",
               judge=Judge(
                   lambda rows: {"kept": [case.kept(case.zero(name)) for case in _learned(rows) for name in YOSO],
-                                "cases": _learned(rows)},
+                                "tuned_models": _learned(rows)},
                   at_most(HALF).of("kept"), at_most(HALF).on_average().of("kept"), lambda found: "; ".join(
                       f"{case.task}: softmax {100 * case.tuned('softmax'):.1f}, "
                       + ", ".join(f"{name} {100 * case.zero(name):.1f}" for name in YOSO)
-                      + f" (chance {100 * case.chance:.1f})" for case in found["cases"]),
+                      + f" (chance {100 * case.chance:.1f})" for case in found["tuned_models"]),
                   of="share of softmax's distance from chance that every YOSO keeps, " + _GUARD), ours=True),
         Claim("recovered", "table 3", "trained on, a softmax model that was swapped is as good as others",
               "YOSO-64 94.2, Longformer 94.9 on SST-2, 95 000 steps", judge=Judge(
