@@ -1,7 +1,9 @@
 """What all studies share: the command, resumption, the ledger."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +139,12 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     held = json.loads((tmp_path / "out" / "value-aware-example.json").read_text())
     assert held["claims"][0]["verdict"] == "reproduces"
     assert (tmp_path / "out" / "value-aware-example.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_judge_on_the_page_of_studies_does_what_the_page_says():
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code, {})
 
 
 def test_the_list_names_every_study(capsys):

@@ -1,4 +1,4 @@
-"""How all figures look, and how they become files."""
+"""The look of all figures, what studies draw in them, and how they become files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PAPER: dict[str, Any] = {
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour and marker of the curve of that number: nobody has to tell curves by their colour alone."""
+    """Return colour and marker of the curve of that number, so that curves differ by more than their colour."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
 
 
 def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float] = (5.0, 3.8)) -> Sequence[Any]:
-    """Axes in a grid, row by row; size: of one, in inches."""
+    """Return axes in a grid, row by row; size: of one, in inches."""
     figure.set_size_inches(size[0] * columns, size[1] * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     for each in axes.flat:
@@ -65,13 +65,13 @@ def legends(axes: Sequence[Any], columns: int = 2, below: float = 0.14, **option
 
 
 def legend_below(figure: Figure, axes: Sequence[Any], columns: int, **options: Any) -> None:
-    """One legend for all of these axes, each label once."""
+    """Put one legend for all of these axes below the figure, each label once."""
     shown = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, **options)
 
 
 def need_matplotlib(extra: str = "study") -> None:
-    """Raise where it is missing, before anything is measured."""
+    """Raise if matplotlib is missing, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:

@@ -54,7 +54,7 @@ def mean_points(rows: Rows, side: str) -> float:
 
 
 def spread_of(rows: Rows, task: str) -> float:
-    """Standard deviation of a run's accuracy over seeds; 0 where there is one.
+    """Return the standard deviation of a run's accuracy over seeds; 0 where there is one.
 
     What a seed does to all methods alike is taken out: its examples are theirs, too.
     """
@@ -71,7 +71,7 @@ def spread_of(rows: Rows, task: str) -> float:
 
 
 def noise_between(rows: Rows, one: str, other: str) -> float:
-    """Points that the means of two methods may differ by for no reason: two standard errors, and not below `NOISE`.
+    """Return two standard errors of the difference of two methods' means, in points, and not less than `NOISE`.
 
     The error of a run is what its held-out examples allow, or what seeds differ by, whichever is more.
     """
@@ -91,12 +91,12 @@ def cost_of(rows: Rows, side: str, length: int) -> Row:
 
 
 def faster_by(rows: Rows, side: str, length: int, against: str = MATRIX) -> float:
-    """How many times as long a step of the other takes."""
+    """Return how many times as long a step of the other takes."""
     return float(cost_of(rows, side, length)["gain"][against][0])
 
 
 def smaller_by(rows: Rows, side: str, length: int, against: str = MATRIX) -> float | None:
-    """How many times as much memory a step of the other takes; None where nobody can tell."""
+    """Return how many times as much memory a step of the other takes; None where it is not known."""
     theirs, mine = (cost_of(rows, each, length)["peak"] for each in (against, side))
     return None if theirs is None or mine is None else theirs / max(mine, 1)
 

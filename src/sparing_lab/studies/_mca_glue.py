@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from sparing.workbench.estimate import Estimate, estimate
 from sparing_lab.papers import numbers
-from sparing_lab.studies._mca import ALPHAS, POINT, Work
+from sparing_lab.studies._mca import ALPHAS, POINT, ProjectionWork
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_least, at_most, each, rises
 from sparing_lab.studies.rows import Rows, pick
 
 WORDS = {"matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman", "accuracy": "accuracy", "f1": "F1"}
 
 
-class Case(NamedTuple):
+class Score(NamedTuple):
     """A score of a model on a task."""
 
     family: str
@@ -28,17 +28,17 @@ class Case(NamedTuple):
         return f"{family}{self.task} {WORDS.get(self.metric, self.metric)}"
 
 
-def cases(rows: Rows) -> list[Case]:
-    """All scores against labels."""
+def cases(rows: Rows) -> list[Score]:
+    """Return all scores against labels."""
     found = [
-        Case(row["family"], row["task"], row["apart"], name)
+        Score(row["family"], row["task"], row["apart"], name)
         for row in pick(rows, method="exact") for name in row["scores"] if name != "cosine"
     ]  # fmt: skip
     return list(dict.fromkeys(found))
 
 
-def score(rows: Rows, case: Case, method: str, alpha: float = 0.0, reading: str = "padded") -> Estimate | None:
-    """Its mean over seeds; None where it was not run."""
+def score(rows: Rows, case: Score, method: str, alpha: float = 0.0, reading: str = "padded") -> Estimate | None:
+    """Return the mean of a score over seeds; None where it was not run."""
     wanted: dict[str, Any] = {"family": case.family, "task": case.task, "apart": case.apart, "method": method}
     if method != "exact":
         wanted |= {"alpha": alpha, "reading": reading}
@@ -46,19 +46,19 @@ def score(rows: Rows, case: Case, method: str, alpha: float = 0.0, reading: str 
     return estimate(found) if found else None
 
 
-def loss(rows: Rows, case: Case, method: str, alpha: float, reading: str = "padded") -> float:
-    """Of the score, against the exact model; what is no number has lost everything."""
+def loss(rows: Rows, case: Score, method: str, alpha: float, reading: str = "padded") -> float:
+    """Return the loss of a score against the exact model; NaN counts as a score of 0."""
     exact, found = score(rows, case, "exact"), score(rows, case, method, alpha, reading)
     assert exact is not None
     assert found is not None
     return exact.mean - (0.0 if math.isnan(found.mean) else found.mean)
 
 
-def works(rows: Rows, alpha: float, reading: str = "padded") -> dict[tuple[str, str], Work]:
-    """By model and task, with pairs read as one, as the paper's models read them."""
+def works(rows: Rows, alpha: float, reading: str = "padded") -> dict[tuple[str, str], ProjectionWork]:
+    """Return the work by model and task, with pairs read as one, as the paper's models read them."""
     found = pick(rows, method="independent", alpha=alpha, reading=reading, seed=0)
     joint = [row for row in found if not row["apart"]]
-    return {(row["family"], row["task"]): Work(**row["work"]) for row in joint or found}
+    return {(row["family"], row["task"]): ProjectionWork(**row["work"]) for row in joint or found}
 
 
 def paper_line(family: str, task: str, name: str) -> Sequence[float] | None:
@@ -73,7 +73,7 @@ def _printed(family: str, task: str, alpha: float) -> float | None:
     return None if found is None else found[ALPHAS.index(alpha)]
 
 
-def _scored(rows: Rows) -> list[Case]:
+def _scored(rows: Rows) -> list[Score]:
     if not (found := cases(rows)):
         raise NotRun("needs a task with a score")
     return found
@@ -84,7 +84,7 @@ def _times(limit: float) -> float:
 
 
 def mean_reduction(alpha: float) -> Judge:
-    """The mean over tasks of what is saved, counted as the paper does."""
+    """Judge the mean over tasks of what is saved, counted as the paper does."""
 
     def figures(rows: Rows) -> dict[str, Any]:
         pairs = [(work.paper, _printed(*key, alpha)) for key, work in works(rows, alpha).items()]
@@ -141,9 +141,9 @@ differ = Judge(
 
 
 def losses(alpha: float, reading: str = "padded") -> Judge:
-    """Whether at most a point of each score is lost."""
+    """Judge whether at most a point of each score is lost."""
 
-    def figures(rows: Rows) -> dict[Case, tuple[float, float]]:
+    def figures(rows: Rows) -> dict[Score, tuple[float, float]]:
         return {case: _lost(rows, case, "independent", alpha, reading) for case in _scored(rows)}
 
     n = "n = 128" if reading == "padded" else "n = tokens"
@@ -155,14 +155,14 @@ def losses(alpha: float, reading: str = "padded") -> Judge:
     )  # fmt: skip
 
 
-def _lost(rows: Rows, case: Case, method: str, alpha: float, reading: str = "padded") -> tuple[float, float]:
+def _lost(rows: Rows, case: Score, method: str, alpha: float, reading: str = "padded") -> tuple[float, float]:
     """What is lost: the mean over seeds, and the most by its interval."""
     mean, found = loss(rows, case, method, alpha, reading), score(rows, case, method, alpha, reading)
     assert found is not None
     return mean, mean if found.low is None else mean + found.mean - found.low
 
 
-def _over_alpha(rows: Rows) -> dict[Case, list[Estimate]]:
+def _over_alpha(rows: Rows) -> dict[Score, list[Estimate]]:
     found = {case: [score(rows, case, "independent", alpha) for alpha in ALPHAS] for case in _scored(rows)}
     return {case: [each for each in line if each is not None] for case, line in found.items()}
 
@@ -209,7 +209,7 @@ baselines = Judge(
 )  # fmt: skip
 
 
-def _capped(found: list[Work]) -> str:
+def _capped(found: list[ProjectionWork]) -> str:
     most = max(found, key=lambda work: work.paper)
     cap = 1 + most.features / (most.padded_pairs / most.slots)
     return f"at 1.0 at most {most.paper:.1f}x without A H, {most.paper_weighed:.2f}x with it; its limit is {cap:.1f}x"

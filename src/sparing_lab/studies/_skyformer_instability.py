@@ -38,7 +38,7 @@ class _EnoughError(Exception):
 
 
 def scores(config: Config, first: int = FIRST) -> dict[str, list[float]]:
-    """Of each of the first steps, by read-out: |f(x, W) - f(x, W')|^2 / |W - W'|^2, W' the weights before the step.
+    """Return |f(x, W) - f(x, W')|^2 / |W - W'|^2 of each step, by read-out; W': the weights before the step.
 
     x is the batch of the step. Nothing is dropped out, and both models use the same random numbers, but for
     "new landmarks", where the second draws its own.
@@ -71,7 +71,7 @@ def scores(config: Config, first: int = FIRST) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def states(model: Any, arguments: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What the encoder makes of each text: behind the last normalisation, and before it; zero where nothing stands."""
+    """Return what the encoder makes of each text, after and before the last normalisation; zero for padding."""
     after: list[Tensor] = []
     before: list[Tensor] = []
     encoder = model.encoder
@@ -90,22 +90,22 @@ def states(model: Any, arguments: dict[str, Tensor]) -> tuple[list[Tensor], list
 
 
 def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """The squared distance of two lists of states."""
+    """Return the squared distance of two lists of states."""
     return size([b.double() - a.double() for a, b in zip(one, other, strict=True)])
 
 
 def size(found: Sequence[Tensor]) -> float:
-    """Squared."""
+    """Return the squared norm of a list of states."""
     return sum(float(each.double().square().sum()) for each in found)
 
 
 def moved_by(old: Any, new: Any) -> float:
-    """The squared distance of two models' weights."""
+    """Return the squared distance of two models' weights."""
     return apart([each.detach() for each in old.parameters()], [each.detach() for each in new.parameters()])
 
 
 def redraw(model: Any) -> bool:
-    """Other random numbers in evaluation, in every layer that has some; False where none has."""
+    """Change the random numbers of evaluation in every layer that has some; return False where none has."""
     found = [buffer for name, buffer in model.named_buffers() if name.endswith("evaluation_seed")]
     for buffer in found:
         buffer.add_(1)

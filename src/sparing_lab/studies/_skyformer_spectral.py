@@ -37,7 +37,7 @@ class LayerInputs(NamedTuple):
 
 
 def spectral_errors(name: str, budget: int, inputs: Sequence[LayerInputs], seed: int) -> Row:
-    """The spectral norm of the error of a head's output, and that divided by the norm of what it should be.
+    """Measure the spectral norm of the error of a head's output, and that divided by the norm of the target.
 
     Means over layers and heads. name: of `SPECS`; "own": Skyformer's against the dense form of its own kernel;
     "values": the mean of all values in place of attention; with it, what the queries and keys are like.
@@ -58,7 +58,7 @@ def spectral_errors(name: str, budget: int, inputs: Sequence[LayerInputs], seed:
 
 
 def _facts(inputs: Sequence[LayerInputs]) -> Row:
-    """Medians over heads of what hangs on queries and keys: how near they are, how unequal keys, how peaked rows.
+    """Return medians over heads: how near queries and keys are, how unequal keys, how peaked rows of weights.
 
     kernel: the Gaussian kernel of a typical pair. spread: the logarithm of the largest over the least factor
     exp(s |k|^2 / 2), which turns it into softmax's. keys: the exponential of the entropy of a typical row of weights.
@@ -78,12 +78,12 @@ def _facts(inputs: Sequence[LayerInputs]) -> Row:
 
 
 def layer_inputs(q: Tensor, k: Tensor, v: Tensor) -> LayerInputs:
-    """With both targets."""
+    """Return queries, keys and values with both targets."""
     return LayerInputs(q, k, v, *(attention(q, k, v, method=name) for name in ("exact", "kernelized")))
 
 
 def initialised(subject: Subject, seed: int) -> Subject:
-    """The same architecture with weights that nobody trained."""
+    """Return the same architecture with untrained weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = type(subject.model)(copy.deepcopy(subject.model.config))

@@ -25,7 +25,7 @@ CONTROL = 2  #: landmarks that cannot be enough
 
 
 def points(data: str, n: int) -> tuple[Tensor, Tensor, float]:
-    """Queries and keys [1, H, n, d] in float64, and their scale."""
+    """Return queries and keys [1, H, n, d] in float64, and their scale."""
     if data == "circle":
         return *lift.circle(n), 1.0
     if data == "normal":

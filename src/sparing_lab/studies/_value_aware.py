@@ -31,25 +31,25 @@ WRONG = "hidden tokens predicted wrongly (%)"
 
 
 def family(spec: str) -> str:
-    """The name before the settings."""
+    """Return the name of a method, without its settings."""
     return spec.partition("(")[0]
 
 
 def budget(spec: str) -> int:
-    """r, as the paper counts: keys, or those of a round, or features."""
+    """Return r, as the paper counts: keys, or those of a round, or features."""
     found: Any = method(spec)
     name = {"lsh": "chunk", "random_features": "features", "window": "size"}.get(found.name, "keys")
     return int(getattr(found, name)) * (2 if found.name == "lsh" else 1)
 
 
 def buckets(length: int) -> tuple[str, str]:
-    """LSH in the paper's two settings: n/64 keys in each of 4 rounds, n/8 in each of 16, of 4096 there."""
+    """Return LSH in the paper's two settings: n/64 keys in each of 4 rounds, n/8 in each of 16."""
     few, many = (f"lsh(rounds={rounds}, chunk={length // (2 * share)}" for rounds, share in ((4, 64), (16, 8)))
     return f"{few}, combine=sum, align=rank)", f"{many}, combine=sum, align=rank)"
 
 
 def books(settings: Settings, name: str) -> list[Path]:
-    """The files of DIR/books; none: the study is to take the help topics. name: of the study."""
+    """Return the files of DIR/books; none: the study takes the help topics. name: of the study."""
     folder = None if settings.data is None else settings.data / "books"
     found = [] if folder is None else sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")])
     if not found and settings.small:
@@ -77,16 +77,16 @@ class Group:
         return f"{self.model} {self.length}"
 
     def loss(self, spec: str) -> float:
-        """How far from exact: in the unit of the value, or in nats per token."""
+        """Return how far from exact attention: in the unit of the value, or in nats per token."""
         exact, found = self.values["exact"], self.values[spec]
         return math.log(found / exact) if self.kind == "language model" else found - exact
 
     def share(self, spec: str) -> float:
-        """Of the way from exact attention to the single key of largest weight."""
+        """Return the share of the way from exact attention to the single key of largest weight."""
         return self.loss(spec) / self.loss("top_keys(keys=1)")
 
     def curve(self, name: str) -> dict[int, float]:
-        """The losses by r."""
+        """Return the losses by r."""
         found = {budget(spec): self.loss(spec) for spec in self.values if family(spec) == name}
         return dict(sorted(found.items()))
 
@@ -96,12 +96,12 @@ class Group:
 
 
 def groups(rows: Rows) -> list[Group]:
-    """In the order they were measured."""
+    """Return the groups in the order they were measured."""
     return [Group(some) for some in grouped(pick(rows, what="swap"), "model", "length").values()]
 
 
 def between(curve: dict[int, float], r: float) -> float | None:
-    """A curve at r, straight between its points in the logarithms; None outside of them."""
+    """Return a curve at r, straight between its points in the logarithms; None outside of them."""
     points = sorted(curve.items())
     for (left, low), (right, high) in pairwise(points):
         if left <= r <= right and min(low, high) > 0:
@@ -235,7 +235,7 @@ def _draw_paper(axes: Any) -> None:
 
 @torch.no_grad()
 def built(found: Subject, ids: Tensor, keys: int, *, rows: int, layers: int) -> Row:
-    """Whether so many values with free weights do make the outputs: found one by one, for some queries of some layers.
+    """Look for values and free weights that make the outputs, for some queries of some layers, and measure both.
 
     In a swapped model `value_aware` takes the output itself from width + 1 keys on, as nothing is lost by that; here
     the values and their weights are looked for.

@@ -20,7 +20,7 @@ CONTEXT = 0.5  #: share of a piece that only gives context
 
 
 def trial(model: Any, task: Task, examples: int) -> Callable[[Method], Tried]:
-    """What a method in the layers loses on so many held-out pieces, in the half that has most context before it."""
+    """Return a function that tries a method on held-out pieces, in the half that has most context before it."""
     many, all_ = min(examples, len(task.valid)), len(task.valid)
     numbers = [number * all_ // many for number in range(many)]
 
@@ -49,7 +49,7 @@ class SeenKernel(Method):
 
 
 def skew(kernel: Method, run: Callable[[Method], Tried], cell: Cell) -> Row:
-    """How large a query's largest weight is, and how much the width + 1 largest hold, on average."""
+    """Measure a query's largest weight, and how much the width + 1 largest hold, on average."""
     first, few = round(CONTEXT * cell["length"]), head(cell) + 1
     sums = torch.zeros(3, dtype=torch.float64)
 
@@ -63,5 +63,5 @@ def skew(kernel: Method, run: Callable[[Method], Tried], cell: Cell) -> Row:
 
 
 def head(cell: Cell) -> int:
-    """The width of a head's values."""
+    """Return the width of a head's values."""
     return int(cell["width"] // cell["heads"])

@@ -12,7 +12,7 @@ ERRORS = 2.0  #: standard errors that noise is given
 
 
 def first(split: Split, count: int | None) -> Split:
-    """The first examples; None: all."""
+    """Return the first examples; None: all."""
     count = len(split) if count is None else min(count, len(split))
     return Split(count, split.example, None if split.lengths is None else split.lengths[:count])
 
@@ -53,7 +53,7 @@ class TunedModel:
 
     @property
     def noise(self) -> float:
-        """Of a score, ERRORS standard errors of a share of the held-out examples."""
+        """Return ERRORS standard errors of a share of the held-out examples."""
         share = self.tuned("softmax")
         return ERRORS * math.sqrt(share * (1 - share) / self.held)
 

@@ -102,7 +102,7 @@ class Judge:
 
     @property
     def criterion(self) -> str:
-        """What "reproduces" takes, and "same shape" where that can be the answer."""
+        """Return what "reproduces" takes, and "same shape" where that can be the answer."""
         shape = f"; same shape: {self.same_shape.words}" if self.same_shape else ""
         return (f"{self.of}: " if self.of else "") + self.reproduces.words + shape
 

@@ -17,7 +17,7 @@ from sparing.workbench.outputs import digest
 from sparing.workbench.prepare import extended
 from sparing_lab.papers import numbers
 from sparing_lab.report.figure import PAPER, Figure, line, panels, style
-from sparing_lab.studies._mca import ALPHAS, METHODS, TOPICS, Work
+from sparing_lab.studies._mca import ALPHAS, METHODS, TOPICS, ProjectionWork
 from sparing_lab.studies._mca_longformer import compare, run
 from sparing_lab.studies.judges import Criterion, Judge, at_least, each, listed, rises
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, mean, pick
@@ -148,8 +148,8 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 def _saved(rows: Rows, kind: str, values: str = "all") -> float:
-    """A reduction of `Work`, over seeds."""
-    return mean(rows, lambda row: getattr(Work(**row[values]), kind))
+    """A reduction of `ProjectionWork`, over seeds."""
+    return mean(rows, lambda row: getattr(ProjectionWork(**row[values]), kind))
 
 
 def _lines(rows: Rows, counts: str = "length", attention: str = "window", method: str = "independent") -> Any:

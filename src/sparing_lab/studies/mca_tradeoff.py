@@ -10,7 +10,7 @@ from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.workbench.estimate import Estimate, estimate
 from sparing_lab.papers import numbers
 from sparing_lab.report.figure import PAPER, Figure, legends, panels, style
-from sparing_lab.studies._mca import POINT, TOPICS, Work, documents_of, model_of, problem, reads_out, train_of
+from sparing_lab.studies._mca import POINT, TOPICS, ProjectionWork, documents_of, model_of, problem, reads_out, train_of
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_least, each
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, pick, the
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -25,17 +25,17 @@ ROUNDINGS = (WIDE, HALF, "bfloat16")
 TASK = "SST-2"  #: the paper's
 
 
-class Point(NamedTuple):
+class AlphaPoint(NamedTuple):
     """A curve's, at one alpha."""
 
     alpha: float
     score: Estimate
     loss: float  #: against the exact model with the same weights
-    work: Work
+    work: ProjectionWork
 
     @property
     def half(self) -> float:
-        """How far the interval over seeds reaches."""
+        """Return how far the interval over seeds reaches."""
         return 0.0 if self.score.high is None else self.score.high - self.score.mean
 
 
@@ -98,25 +98,25 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return {"metric": name, "score": scores[name], "work": None if work is None else asdict(work)}
 
 
-Curve = dict[float, Point]  #: by alpha
+AlphaCurve = dict[float, AlphaPoint]  #: by alpha
 
 
-def curve(rows: Rows, family: str, rounding: str = WIDE, layers: str = "all") -> Curve:
+def curve(rows: Rows, family: str, rounding: str = WIDE, layers: str = "all") -> AlphaCurve:
     """Return a model's scores by alpha; means over seeds."""
     mine = pick(rows, family=family, rounding=rounding)
     exact = the(mine, layers="none")["score"]
     found = {}
     for alpha, some in sorted(grouped(pick(mine, layers=layers), "alpha").items()):
         score = estimate([row["score"] for row in some])
-        found[alpha] = Point(alpha, score, exact - score.mean, Work(**some[0]["work"]))
+        found[alpha] = AlphaPoint(alpha, score, exact - score.mean, ProjectionWork(**some[0]["work"]))
     return found
 
 
-def _curves(rows: Rows) -> dict[str, Curve]:
+def _curves(rows: Rows) -> dict[str, AlphaCurve]:
     return {family: curve(rows, family) for family in distinct(rows, "family")}
 
 
-def _scores(line: Curve) -> list[float]:
+def _scores(line: AlphaCurve) -> list[float]:
     return [point.score.mean for point in line.values()]
 
 
@@ -124,11 +124,11 @@ _LOWER = each("lower at the largest alpha than at the smallest", lambda line: _s
 _STEADY = each("no step up by more than 1 point", lambda line: all(b <= a + POINT for a, b in pairwise(_scores(line))))
 
 
-def _shown(point: Point) -> str:
+def _shown(point: AlphaPoint) -> str:
     return f"{100 * point.loss:.1f} ±{100 * point.half:.1f}"
 
 
-def _lost(rows: Rows) -> dict[Any, Point]:
+def _lost(rows: Rows) -> dict[Any, AlphaPoint]:
     return {(family, alpha): line[alpha] for family, line in _curves(rows).items() for alpha in (0.4, 0.6)}
 
 
@@ -153,12 +153,12 @@ def _saves(times: float, points_lost: float) -> Judge:
     )  # fmt: skip
 
 
-def _rest(line: Curve) -> float:
+def _rest(line: AlphaCurve) -> float:
     """What is lost from 0.6 to 1."""
     return line[1.0].loss - line[0.6].loss
 
 
-def _tips(line: Curve) -> bool:
+def _tips(line: AlphaCurve) -> bool:
     beyond = _rest(line) - line[1.0].half - line[0.6].half
     return _rest(line) >= 2 * line[0.6].loss and beyond > POINT
 
@@ -174,7 +174,7 @@ def _rounded(rows: Rows) -> dict[str, Any]:
     return {"apart": apart, "half": max(0.0, *(point.loss for line in lines.values() for point in line.values())) / 2}
 
 
-def _layers(rows: Rows) -> dict[str, Point]:
+def _layers(rows: Rows) -> dict[str, AlphaPoint]:
     """Of all layers and of half of them, at alpha = 1."""
     both = ("BERT", "DistilBERT")
     if set(both) <= set(distinct(rows, "family")):
@@ -186,13 +186,13 @@ def _layers(rows: Rows) -> dict[str, Point]:
     return {name: curve(rows, family, layers=layers)[1.0] for name, layers in names.items()}
 
 
-def _fewer(found: dict[str, Point]) -> bool:
+def _fewer(found: dict[str, AlphaPoint]) -> bool:
     whole, fewer = found.values()
     apart = fewer.loss + fewer.half < whole.loss - whole.half
     return fewer.loss <= 0.75 * whole.loss and apart and whole.loss > POINT
 
 
-def _named(rows: Rows) -> dict[str, Curve]:
+def _named(rows: Rows) -> dict[str, AlphaCurve]:
     """All curves by their names."""
     families = distinct(rows, "family")
     found = {f"{family}, {rounding}": curve(rows, family, rounding) for family in families for rounding in ROUNDINGS}

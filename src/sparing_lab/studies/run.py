@@ -1,4 +1,4 @@
-"""A study from its first piece of work to its verdicts."""
+"""Run a study from its first cell to its verdicts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
     machine: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """All of it."""
+        """Return all results as JSON."""
         claims = [
             {
                 "key": claim.key, "where": claim.where, "states": claim.states, "paper": claim.paper,
@@ -54,7 +54,7 @@ def run(
     *,
     progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
 ) -> Outcome:
-    """Do what is not kept yet, one piece after the other, and judge."""
+    """Measure the cells that are not kept in the store, one after the other, and judge the claims."""
     here = machine()
     of: dict[str, Any] = {
         "study": study.name, "version": study.version, "scale": settings.scale,
@@ -98,6 +98,6 @@ def write(outcome: Outcome, folder: Path) -> list[Path]:
 
 
 def _words(study: Study, cell: Cell) -> str:
-    """Of a progress bar."""
+    """Return the label of a progress bar."""
     shown = " ".join(str(value) for value in cell.values() if isinstance(value, str | int | float))
     return f"{study.name}: {shown}"[:60]

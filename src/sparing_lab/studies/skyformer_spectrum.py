@@ -78,7 +78,7 @@ _pretrained = functools.lru_cache(maxsize=1)(subject.load)
 
 
 def untrained(found: subject.Subject, *, seed: int = 0) -> subject.Subject:
-    """The same model, with the weights that training would start from, and no more layers than are looked at."""
+    """Return the same model with untrained weights, and no more layers than are measured."""
     config = copy.deepcopy(found.model.config)
     config.num_hidden_layers = LAYER
     with torch.random.fork_rng():
@@ -100,7 +100,7 @@ class _EnoughError(Exception):
 
 @torch.no_grad()
 def outputs(found: subject.Subject, ids: Tensor) -> list[Tensor]:
-    """What the heads of the second layer say, side by side: [documents x blocks, n, 64] for each document [n]."""
+    """Return the outputs of the second layer's heads, side by side: [documents x blocks, n, 64] for each document."""
     kept: list[Tensor] = []
     seen: list[str] = []
 
@@ -124,7 +124,7 @@ def outputs(found: subject.Subject, ids: Tensor) -> list[Tensor]:
 
 
 def blocks(heads: Tensor) -> Tensor:
-    """[H, n, d] as matrices with 64 columns, of one head or more; with all heads' where these are fewer."""
+    """Return [H, n, d] as matrices with 64 columns, of one head or more; with all heads' where these are fewer."""
     count, n, d = heads.shape
     each = max(1, min(count, WIDTH // d))
     whole = heads[: count // each * each]  # heads that are left over are left out
@@ -132,7 +132,7 @@ def blocks(heads: Tensor) -> Tensor:
 
 
 def spectrum(found: Sequence[Tensor]) -> Row:
-    """Means over all matrices [..., n, e]: singular values, stable rank, how many are above a thousandth."""
+    """Return means over all matrices [..., n, e]: singular values, stable rank, how many are above a thousandth."""
     values = torch.cat([torch.linalg.svdvals(each.double()) for each in found])  # (matrices, e)
     first = values[:, :1]
     return {
@@ -145,13 +145,13 @@ def spectrum(found: Sequence[Tensor]) -> Row:
 
 
 def mean_row(found: Tensor) -> Tensor:
-    """The share of the squared size of [..., n, e] that is left if every row is the mean of all rows."""
+    """Return the share of the squared size of [..., n, e] that is left if every row is the mean of all rows."""
     found = found.double()
     return found.shape[-2] * found.mean(-2).square().sum(-1) / found.square().sum((-2, -1))
 
 
 def ratio(row: Row, number: int) -> float:
-    """Singular value of that number against the first."""
+    """Return the singular value of that number / the first."""
     return float(row["values"][min(number, len(row["values"])) - 1] / row["values"][0])
 
 

@@ -1,4 +1,8 @@
-"""What a study is: pieces of work, and claims of a paper that their results are held against."""
+"""What a study is: cells to measure, and claims of a paper that the rows are held against.
+
+A study is a page: `cells` lists what is measured, `measure` does one cell, `claims` name the figures that they are
+judged by, and `tables` and `draw` show the rows.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class Settings:
 
     @property
     def usual(self) -> bool:
-        """Whether results are those that the claims' paragraphs are about."""
+        """Return whether the findings are about results of these settings."""
         return self.small and self.model is None
 
     def refuse_unused(self, wanted: str) -> None:
@@ -63,7 +67,7 @@ class Claim:
 
     @property
     def criterion(self) -> str:
-        """What "reproduces" takes, and "same shape" where that can be the answer."""
+        """Return what "reproduces" takes, and "same shape" where that can be the answer."""
         return self.judge.criterion
 
 

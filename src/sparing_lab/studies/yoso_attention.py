@@ -48,14 +48,14 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 
 def matrices(seen: Seen, hashes: int | None, seed: int = 0) -> Tensor:
-    """B of eq. 5 [B, H, n, n], as attention to unit vectors; None for its expectation."""
+    """Return B of eq. 5 [B, H, n, n], as attention to unit vectors; None: its expectation."""
     eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
     spec = "yoso(expectation=True, normalize=none)" if hashes is None else f"yoso(hashes={hashes}, normalize=none)"
     return attention(seen.query, seen.key, eye, **{**seen.call, "method": spec, "seed": seed})
 
 
 def softmax(seen: Seen, *, unit: bool) -> Tensor:
-    """The matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
+    """Return the matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
     eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
     q, k = (unit_rows(x, 1e-12) if unit else x for x in (seen.query, seen.key))
     call = {**seen.call, "method": "exact"}
@@ -68,7 +68,7 @@ def _bits(seen: Seen) -> int:
 
 @torch.no_grad()
 def compare(seen: Seen, draws: int) -> list[Row]:
-    """Mean over the heads and the draws, for each number of hashes; None stands for the expectation."""
+    """Return means over the heads and the draws, for each number of hashes; None stands for the expectation."""
     wanted, soft, own = matrices(seen, None), softmax(seen, unit=True), softmax(seen, unit=False)
     rows: list[Row] = []
     for hashes in (*HASHES, None):

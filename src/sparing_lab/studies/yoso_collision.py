@@ -50,7 +50,7 @@ def _measure(settings: Settings, cell: Cell) -> Row | list[Row]:
 
 
 def curves(bits: int) -> Row:
-    """Both kernels and their derivatives on (-1, 1), taken by automatic differentiation, and the lower bound."""
+    """Return both kernels and their derivatives on (-1, 1), by automatic differentiation, and the lower bound."""
     # Evenly in the angle: the derivative of the collision probability is steep at both ends.
     x = -(torch.arange(1, POINTS - 1, dtype=torch.float64) * math.pi / (POINTS - 1)).cos()
     found: dict[str, list[float]] = {"at": x.tolist()}
@@ -69,7 +69,7 @@ def curves(bits: int) -> Row:
 
 
 def rates(hash: str, draws: int, bits: int, width: int) -> list[Row]:
-    """How often vectors of each cosine have equal codes. Codes of a draw are related: a draw is one measurement."""
+    """Measure how often vectors of each cosine have equal codes. Codes of a draw are related: a draw counts once."""
     shares = []
     for seed, start in enumerate(range(0, draws, AT_ONCE)):
         count = min(AT_ONCE, draws - start)
@@ -96,7 +96,7 @@ def _normals(hash: str, draws: Draws, bits: int, width: int) -> Tensor:
 
 
 def vectors(draws: int, width: int, seed: int) -> Tensor:
-    """Unit vectors (draws, 1 + cosines, PAIRS, width): in random directions, then with each cosine to these."""
+    """Return unit vectors (draws, 1 + cosines, PAIRS, width): in random directions, then with each cosine to these."""
     random = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, draws, 1, PAIRS, width, generator=random, dtype=torch.float64).unbind(0)
     a = a / a.norm(dim=-1, keepdim=True)

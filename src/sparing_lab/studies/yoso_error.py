@@ -66,7 +66,7 @@ def _first(seen: Seen, length: int) -> Seen:
 
 
 def synthetic(data: str, length: int) -> Seen:
-    """Tokens in 16 topics, of a similarity that does not change with the length, or of independent normal numbers."""
+    """Return tokens in 16 topics, whose similarity does not depend on the length, or independent normal numbers."""
     if data == "clustered":
         inputs = clustered(1, HEADS, length, WIDTH)
     else:
@@ -78,7 +78,7 @@ def synthetic(data: str, length: int) -> Seen:
 
 @torch.no_grad()
 def errors(calls: Sequence[Seen], hashes: Sequence[int], draws: int, bits: int | None) -> list[Row]:
-    """||N-YOSO - E|| / ||E||, E from the collision probability: mean over layers, heads and draws (figure 5)."""
+    """Return ||N-YOSO - E|| / ||E||, E from the collision probability: mean over layers, heads and draws (figure 5)."""
     found: dict[tuple[int, str], list[float]] = {}
     of = "" if bits is None else f", bits={bits}"
     for seen in calls:

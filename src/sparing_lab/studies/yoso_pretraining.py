@@ -9,18 +9,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from sparing.documents import default, read
-from sparing.nn import Encoder
 from sparing_lab.report.figure import Figure, legend_below, level, line, log_ticks, panels, style
 from sparing_lab.studies._trained import running
-from sparing_lab.studies._yoso_trained import EXPECTATION, METHODS, SAMPLED, YOSO, started
+from sparing_lab.studies._yoso_trained import EXPECTATION, METHODS, SAMPLED, YOSO, frequencies, start, started
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, falls, listed
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, distinct, mean, pick, the
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, pivot
-from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 
@@ -46,7 +42,6 @@ MATCH, NEAR = 0.02, 0.10  #: nats: 2 % and 10 % of a perplexity
 ROOM = 0.01  #: nats that one may be above another by noise
 HALF = math.log(2)  #: the loss of a guess at the order
 LEARNED = 0.05  #: nats below it
-_COUNTED = 2000  # examples whose bytes are counted
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -91,15 +86,6 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-@torch.no_grad()
-def start(encoder: Encoder, *, tokens: float, positions: float) -> None:
-    """Embeddings to start from: of tokens, of that size; of positions, waves of that height."""
-    encoder.tokens.weight.mul_(tokens / encoder.tokens.weight.std())
-    lengths = encoder.length ** torch.linspace(0, 1, encoder.width // 2)  # of waves, in radians
-    angles = torch.arange(encoder.length)[:, None] / lengths
-    encoder.positions.weight.copy_(positions * torch.cat([angles.sin(), angles.cos()], dim=-1))
-
-
 def _tried(training: Training, hashes: Sequence[int], seed: int) -> list[Row]:
     """The trained model with other numbers of hashes, and with their expectation."""
     specs = {**{str(many): f"yoso(hashes={many})" for many in hashes}, "E": EXPECTATION}
@@ -115,20 +101,6 @@ def _longer(training: Training, longer: dict[str, Any]) -> tuple[dict[str, float
     model = training.bare
     model.masked.encoder.extend_positions(longer["length"])
     return started(replace(training.config, **longer), model.state_dict()).run().records
-
-
-def frequencies(task: Task) -> float:
-    """The perplexity of a model that knows how often each byte occurs, and nothing else."""
-    counts = [torch.zeros(task.vocabulary, dtype=torch.float64) for _ in range(2)]
-    for number, split in enumerate((task.train, task.valid)):
-        for index in range(min(len(split), _COUNTED)):
-            counts[number] += torch.bincount(split[index].tokens, minlength=task.vocabulary)
-    for each in counts:
-        each[list(task.special)] = 0
-    seen, held = counts
-    free = task.vocabulary - len(task.special) - 1  # the mask is no byte
-    nats = -((seen + 1) / (seen.sum() + free)).log()
-    return float((held * nats).sum().div(held.sum()).exp())
 
 
 def last(rows: Rows, model: str, quantity: str, what: str = "curve") -> float:

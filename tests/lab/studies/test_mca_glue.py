@@ -10,7 +10,7 @@ from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.store import Store
 from sparing_lab.papers import numbers
 from sparing_lab.studies import study
-from sparing_lab.studies._mca import Problem, Work, documents_of, model_of, problem
+from sparing_lab.studies._mca import Problem, ProjectionWork, documents_of, model_of, problem
 from sparing_lab.studies.mca_glue import ALPHAS, METHODS
 from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
@@ -32,7 +32,7 @@ def _forget():
 
 def work(length, rate, d=768):
     """Of one document padded to 128; rate: r / d of its tokens."""
-    return asdict(Work(length * rate, length, 128.0, length**2, 128.0**2, d))
+    return asdict(ProjectionWork(length * rate, length, 128.0, length**2, 128.0**2, d))
 
 
 def made(task="SST-2", family="BERT", apart=False, rate=0.9):
@@ -67,14 +67,14 @@ def like_paper():
 
 
 def test_work_is_counted_in_five_ways():
-    found = Work(**work(32.0, 0.5))
+    found = ProjectionWork(**work(32.0, 0.5))
     assert (found.paper, found.padding, found.real) == (8.0, 4.0, 2.0)
     assert found.weighed == pytest.approx((32 * 768 + 32**2) / (16 * 768 + 32**2))
     assert found.paper_weighed == pytest.approx((128 * 768 + 128**2) / (16 * 768 + 128**2))
-    nothing = Work(**work(32.0, 1e-12))
+    nothing = ProjectionWork(**work(32.0, 1e-12))
     assert nothing.paper_weighed == pytest.approx(7.0), "the limit for BERT: 1 + d / n"
     assert nothing.layer == pytest.approx((12 * 768 + 64) / (11 * 768 + 64))
-    both = found + Work(**work(64.0, 1.0))
+    both = found + ProjectionWork(**work(64.0, 1.0))
     assert (both.rate, both.tokens, both.slots, both.features) == (80.0, 96.0, 256.0, 768)
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from sparing.nn import Encoder
-from sparing_lab.studies._yoso_trained import METHODS, YOSO, started
+from sparing_lab.studies._yoso_trained import METHODS, YOSO, frequencies, start, started
 from sparing_lab.studies.study import Settings
-from sparing_lab.studies.yoso_pretraining import HALF, SHARP, STUDY, TRIED, _measure, frequencies, start
+from sparing_lab.studies.yoso_pretraining import HALF, SHARP, STUDY, TRIED, _measure
 from sparing_lab.tasks import language
 from sparing_lab.tasks.trainable import Example, Split, Task
 from sparing_lab.training.config import Config
