@@ -14,7 +14,7 @@ ORDER = (
     "contract", "quarantine", "maths", "methods", "oracles", "layout", "check", "compiled", "functional", "index", "nn",
     "transformers", "workbench", "report", "cli",
 )  # fmt: skip
-LAB_ORDER = ("tasks", "training", "figure", "studies", "report", "cli")
+LAB_ORDER = ("papers", "tasks", "training", "figure", "studies", "report", "cli")
 #: Rooms that import inside functions: a command loads what it runs, and extras that it needs, when it runs.
 LAZY = ("sparing.cli", "sparing_lab.cli")
 #: What needs an optional dependency as soon as it is imported.

@@ -1,7 +1,9 @@
 """What all studies share: the command, resumption, the ledger."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -9,23 +11,27 @@ from sparing.cli.main import main
 from sparing.store import Store
 from sparing_lab.report.study import ledger
 from sparing_lab.studies import NAMES, study
+from sparing_lab.studies.judges import Criterion, Judge, below
 from sparing_lab.studies.run import run
-from sparing_lab.studies.study import PAPERS, Claim, Settings, Study, Table, judged, not_run, pick, the
+from sparing_lab.studies.study import PAPERS, Claim, Settings, Study, findings
+from sparing_lab.studies.tables import Table
 
 
 def small(measure, **options):
     """A study of three numbers."""
+    options = {"findings": {"flat": "It is not."}, **options}
 
     def draw(rows, figure):
         figure.subplots().plot([row["x"] for row in rows], [row["y"] for row in rows])
 
+    def judge(words, holds, ours):
+        return Judge(lambda rows: rows, Criterion(words, holds), shows=lambda rows: ours)
+
     claims = (
-        Claim("rises", "table 1", "y rises", "1 to 3", "each is larger", lambda rows: judged(_rises(rows), ours="so")),
-        Claim(
-            "flat", "table 2", "y | is flat", "2", "all are equal", lambda rows: judged(False, ours="no"), "It is not."
-        ),
-        Claim("far", "table 3", "x", "y", "z", lambda rows: not_run("no data")),
-        Claim("own", "none", "asked by us", "-", "-", lambda rows: judged(True, ours="yes"), ours=True),
+        Claim("rises", "table 1", "y rises", "1 to 3", judge=judge("each is larger", _rises, "so")),
+        Claim("flat", "table 2", "y | is flat", "2", judge=judge("all are equal", lambda rows: False, "no")),
+        Claim("far", "table 3", "x", "y", judge=Judge(lambda rows: [], below(1), needs="no data")),
+        Claim("own", "none", "asked by us", "-", judge=judge("-", lambda rows: True, "yes"), ours=True),
     )
     return Study(
         name="small", title="Three numbers", paper="mca", where="table 1", draw=draw, claims=claims, measure=measure,
@@ -115,12 +121,14 @@ def test_a_folder_without_the_studys_data_is_refused_by_name(name, tmp_path):
         study(name).cells(Settings(data=tmp_path))
 
 
-def test_rows_are_found_by_their_entries():
-    rows = [{"a": 1, "b": 2}, {"a": 1, "b": 3}]
-    assert pick(rows, a=1) == rows
-    assert the(rows, b=3) == rows[1]
-    with pytest.raises(LookupError, match="2 rows"):
-        the(rows, a=1)
+def test_findings_are_about_claims_that_there_are():
+    for paper in PAPERS:
+        for name, found in findings(paper).items():
+            assert study(name).paper == paper
+            assert set(found) <= {claim.key for claim in study(name).claims}
+            assert all(text.endswith(".") for text in found.values())
+    assert study("mca-bounds").finding("rounding").startswith("The equation gives a real number")
+    assert study("mca-bounds").finding("lemma") == ""
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
@@ -131,6 +139,12 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     held = json.loads((tmp_path / "out" / "value-aware-example.json").read_text())
     assert held["claims"][0]["verdict"] == "reproduces"
     assert (tmp_path / "out" / "value-aware-example.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_judge_on_the_page_of_studies_does_what_the_page_says():
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code, {})
 
 
 def test_the_list_names_every_study(capsys):

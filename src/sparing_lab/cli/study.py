@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     with needs_cli():
         from sparing_lab.report import study as report
     from sparing.store import write_files
-    from sparing_lab.report.figure import need_matplotlib
+    from sparing_lab.figure import need_matplotlib
     from sparing_lab.studies import study
     from sparing_lab.studies.run import Outcome, write
     from sparing_lab.studies.run import run as measure

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, train, write."""
     with needs_cli():
         from sparing_lab.report import train as report
-    from sparing_lab.report.figure import need_matplotlib
+    from sparing_lab.figure import need_matplotlib
     from sparing_lab.training.config import Config, made, read
     from sparing_lab.training.loop import Training, need_accelerate
 

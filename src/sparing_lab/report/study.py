@@ -11,8 +11,9 @@ from rich.text import Text
 
 from sparing.report.terminal import Terminal
 from sparing_lab.studies import NAMES, study
+from sparing_lab.studies.judges import Verdict
 from sparing_lab.studies.run import Outcome
-from sparing_lab.studies.study import PAPERS, Settings, Study, Verdict
+from sparing_lab.studies.study import PAPERS, Settings, Study
 
 _COLOURS: dict[Verdict, str] = {"reproduces": "green", "same shape": "yellow", "does not": "red", "not run": "dim"}
 _HEAD = """# What the papers say, and what we find
@@ -32,7 +33,7 @@ def _table(**options: Any) -> RichTable:
 
 
 def list_table() -> RichTable:
-    """What studies there are."""
+    """Return a table of all studies."""
     table = _table()
     for column in ("study", "of", "shows", "also takes"):
         table.add_column(column)
@@ -43,7 +44,7 @@ def list_table() -> RichTable:
 
 
 def refuse_unused(studies: Sequence[Study], settings: Settings) -> None:
-    """An option that nothing would look at is a mistake."""
+    """Raise if an option was given that none of the studies uses."""
     given = {"data": settings.data, "seeds": settings.seeds, "model": settings.model}
     for option, value in given.items():
         if value is not None and not any(option in each.options for each in studies):
@@ -52,7 +53,7 @@ def refuse_unused(studies: Sequence[Study], settings: Settings) -> None:
 
 
 def show(outcome: Outcome, *, console: Terminal) -> None:
-    """Tables, then claims."""
+    """Print the tables of a study, then its claims with verdicts."""
     each = outcome.study
     console.print(f"{each.name}: {each.title} ({each.where})", style="bold")
     for found in each.tables(outcome.rows):
@@ -79,7 +80,7 @@ def show(outcome: Outcome, *, console: Terminal) -> None:
 
 
 def show_all(outcomes: Sequence[Outcome], *, console: Terminal) -> None:
-    """A line for each study; questions of ours are counted apart."""
+    """Print a line for each study; questions of our own are counted apart."""
     table = _table(title="All studies: the papers' claims")
     for column in ("study", "seconds", *_COLOURS, "ours"):
         table.add_column(column, justify="left" if column == "study" else "right")
@@ -100,7 +101,7 @@ def _counts(outcome: Outcome) -> Counter[str]:
 
 
 def ledger(outcomes: Sequence[Outcome]) -> str:
-    """A page in Markdown."""
+    """Return the ledger of all claims as a page in Markdown."""
     first = outcomes[0]
     here, settings = first.machine, first.settings
     where = f"{here['cpu']}, {here['threads']} threads, torch {here['torch']}, sparing {here['sparing']}"
@@ -123,7 +124,7 @@ def ledger(outcomes: Sequence[Outcome]) -> str:
 
 
 def _options(settings: Settings, known: Sequence[str] = ("data", "seeds", "model")) -> str:
-    """Of the command that gives these results."""
+    """Return the options of the command that gives these results."""
     words = "" if settings.small else f" --scale {settings.scale}"
     words += " --data FOLDER" if settings.data is not None and "data" in known else ""
     words += f" --seeds {settings.seeds}" if settings.seeds is not None and "seeds" in known else ""
@@ -151,7 +152,7 @@ def _section(outcome: Outcome) -> list[str]:
         verdict = outcome.judgements[claim.key].verdict
         if verdict not in ("does not", "same shape"):
             continue
-        why = f" {claim.otherwise}" if claim.otherwise and settings.usual else ""
+        finding = each.finding(claim.key) if settings.usual else ""
         said = f"{claim.states[0].upper()}{claim.states[1:]}: {verdict}"
-        lines += [f'*{said}.* "Reproduces" takes: {claim.criterion}.{why}', ""]
+        lines += [f'*{said}.* "Reproduces" takes: {claim.criterion}.{finding and f" {finding}"}', ""]
     return lines

@@ -16,7 +16,7 @@ from rich.table import Table
 from sparing.report.terminal import Terminal
 from sparing.store import add_checksum, write_files
 from sparing.workbench.machine import machine
-from sparing_lab.report.figure import drawn, panels, style
+from sparing_lab.figure import drawn, panels, style
 from sparing_lab.tasks.kinds import KINDS
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Trained, Training

@@ -32,7 +32,7 @@ NAMES = (
 
 
 def study(name: str) -> Study:
-    """The study of that name."""
+    """Return the study of that name."""
     if name not in NAMES:
         raise ValueError(f"study: there is none named {name!r}; there are {', '.join(NAMES)}")
     found: Study = import_module(f"sparing_lab.studies.{name.replace('-', '_')}").STUDY

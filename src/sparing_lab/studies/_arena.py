@@ -25,7 +25,8 @@ from sparing.workbench import memory
 from sparing.workbench.timing import interval
 from sparing_lab.studies._trained import row_of, trained
 from sparing_lab.studies._yoso_race import timed
-from sparing_lab.studies.study import Cell, Row, Rows, Settings, pick
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Settings
 from sparing_lab.tasks import arena
 from sparing_lab.tasks.batches import Batches
 from sparing_lab.tasks.trainable import Task
@@ -86,7 +87,7 @@ PAPER_SETUPS = {
 
 
 def spec_of(side: str, features: int) -> str:
-    """The method, at so many features; chunks and blocks are half of that, as 64 is of 128 in the paper.
+    """Return the method at so many features; chunks and blocks are half of that, as 64 is of 128 in the paper.
 
     BigBird's is its window of three blocks and its two global blocks; the random blocks are left out.
     """
@@ -104,7 +105,7 @@ def spec_of(side: str, features: int) -> str:
 
 
 def config_of(task: str, side: str, setup: Setup, *, seed: int, data: Path | None, **more: Any) -> Config:
-    """A run of the paper's model (2 layers of width 64, 2 heads), but for what `more` sets."""
+    """Return a run of the paper's model (2 layers of width 64, 2 heads), but for what `more` sets."""
     held: dict[str, Any] = {
         "width": 64, "heads": 2, "layers": 2, "hidden": 128, "dropout": 0.1, "decay": 0.0, "length": setup.length,
         "batch": setup.batch, "rate": setup.rate, "steps": setup.steps, "warmup": setup.warmup,
@@ -116,7 +117,7 @@ def config_of(task: str, side: str, setup: Setup, *, seed: int, data: Path | Non
 
 
 def data_of(settings: Settings, tasks: Sequence[str]) -> dict[str, Path | None]:
-    """For each task the folder with its files, or None for what is always there; at the paper's scale, the files."""
+    """Return for each task the folder with its files, or None for data that are installed or generated."""
     found: dict[str, Path | None] = {}
     for task in tasks:
         folder, pattern, _ = FILES.get(task, ("", "", ""))
@@ -131,7 +132,7 @@ def data_of(settings: Settings, tasks: Sequence[str]) -> dict[str, Path | None]:
 
 
 def fingerprint(task: str, data: Path | None) -> str:
-    """Of what the task's examples are made of; empty where a seed says it all."""
+    """Return the fingerprint of what a task's examples are made of; empty where a seed determines them."""
     if data is not None:
         folder, pattern, _ = FILES[task]
         read = hashlib.sha256()
@@ -151,7 +152,7 @@ def _installed(task: str) -> str:
 
 
 def training_cell(task: str, side: str, setup: Setup, *, seed: int, data: Path | None, **more: Any) -> Cell:
-    """A piece of work: one model, trained."""
+    """Return the cell of one model to train."""
     config = config_of(task, side, setup, seed=seed, data=data, **more)
     made = {} if setup.examples is None else {"examples": list(setup.examples)}
     return {
@@ -161,7 +162,7 @@ def training_cell(task: str, side: str, setup: Setup, *, seed: int, data: Path |
 
 
 def examples_of(config: Config, count: Sequence[int] = ()) -> Task:
-    """The task, with all examples of the run made: making pictures takes longer than a step.
+    """Return the task with all examples of the run made: making pictures takes longer than a step.
 
     count: to learn from and to try, where the task makes its own.
     """
@@ -180,7 +181,7 @@ def _examples(name: str, length: int, seed: int, data: str | None, *count: int) 
 
 
 def train_one(cell: Cell) -> Row:
-    """What came of it, over how many examples that were held out, and the accuracy on these at the best evaluation."""
+    """Train a model; return its curve, the number of held-out examples and the best accuracy on these."""
     config = Config(**cell["config"])
     _, found = trained(config, examples_of(config, cell.get("examples", ())))
     held = len(found.task.valid)
@@ -188,18 +189,18 @@ def train_one(cell: Cell) -> Row:
 
 
 def error(accuracy: float, held: int) -> float:
-    """Standard error of a share of so many examples."""
+    """Return the standard error of a share of so many examples."""
     return math.sqrt(max(accuracy * (1 - accuracy), 1 / held) / held)
 
 
 def learned(rows: Rows, task: str) -> bool:
-    """Whether some model of the task is clearly above chance: by three standard errors."""
+    """Return whether some model of the task is above chance by three standard errors."""
     mine = pick(rows, what="train", task=task)
     return any(row["accuracy"] > row["chance"] + 3 * error(row["chance"], row["held"]) for row in mine)
 
 
 def step_of(spec: str, *, length: int, batch: int) -> Callable[[], object]:
-    """A training step of the paper's model on random tokens: forward, backward, optimizer."""
+    """Return a training step of the paper's model on random tokens: forward, backward, optimizer."""
     torch.manual_seed(0)
     method = Matrix() if spec == Matrix.name else spec
     model = Classifier(Encoder(257, length=length, width=64, heads=2, layers=2, hidden=128, method=method), 2)
@@ -215,7 +216,7 @@ def step_of(spec: str, *, length: int, batch: int) -> Callable[[], object]:
 
 
 def cost_at(cell: Cell) -> list[Row]:
-    """Seconds and peak memory of a training step of every side, in one run, round by round.
+    """Measure seconds and peak memory of a training step of every side, in one run, round by round.
 
     Memory is what a step takes at most beyond the model, its gradients and the optimizer's state.
     """

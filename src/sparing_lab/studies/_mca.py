@@ -37,7 +37,7 @@ _RIDGE = 1.0
 
 
 @dataclass(frozen=True)
-class Work:
+class ProjectionWork:
     """What value projections took, summed over documents and layers. All ratios are savings against exact ones."""
 
     rate: float  #: r / d summed over valid tokens (means over heads): work in projected tokens
@@ -49,43 +49,45 @@ class Work:
 
     @property
     def paper(self) -> float:
-        """The paper's figure: of the projection alone, where padding counts as work that is saved."""
+        """Return the paper's figure: of the projection alone, where padding counts as work that is saved."""
         return self.slots / self.rate
 
     @property
     def padding(self) -> float:
-        """What taking out the padding saves, and nothing else."""
+        """Return what taking out the padding saves, and nothing else."""
         return self.slots / self.tokens
 
     @property
     def real(self) -> float:
-        """Of the projection alone, on valid tokens."""
+        """Return the saving of the projection alone, on valid tokens."""
         return self.tokens / self.rate
 
     @property
     def weighed(self) -> float:
-        """Of the projection and of A H, which has a multiply-add for each pair and column, on valid tokens."""
+        """Return the saving of the projection and of A H, a multiply-add for each pair and column, on valid tokens."""
         return (self.tokens * self.features + self.pairs) / (self.rate * self.features + self.pairs)
 
     @property
     def paper_weighed(self) -> float:
-        """The same with padding: what the paper's figure is where A H is counted."""
+        """Return the same with padding: what the paper's figure is where A H is counted."""
         exact = self.slots * self.features + self.padded_pairs
         return exact / (self.rate * self.features + self.padded_pairs)
 
     @property
     def layer(self) -> float:
-        """Of a whole encoder layer, four projections and two layers of four times the width, on valid tokens."""
+        """Return the saving of a whole encoder layer (12 matrices of d x d and A H) on valid tokens."""
         rest = 11 * self.tokens * self.features + 2 * self.pairs
         return (rest + self.tokens * self.features) / (rest + self.rate * self.features)
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: ProjectionWork) -> ProjectionWork:
         sums = {name: getattr(self, name) + getattr(other, name) for name in vars(self) if name != "features"}
         return replace(self, **sums)
 
 
-def counted(total: LayerStatistics, lengths: Sequence[int], layers: int, features: int, slots: int | None) -> Work:
-    """The work of documents of these lengths in all layers; total: of `Handle.statistics()`.
+def counted(
+    total: LayerStatistics, lengths: Sequence[int], layers: int, features: int, slots: int | None
+) -> ProjectionWork:
+    """Return the work of documents of these lengths in all layers; total: of `Handle.statistics()`.
 
     slots: what each document would be padded to; None: nothing is padded. Replacing tokens by their mean takes one more
     projection for each document and layer.
@@ -93,7 +95,7 @@ def counted(total: LayerStatistics, lengths: Sequence[int], layers: int, feature
     tally, method = total.tally, total.method
     extra = layers * len(lengths) if getattr(method, "estimator", "") == "mean" and tally.rate < tally.tokens else 0
     padded = [slots or length for length in lengths]
-    return Work(
+    return ProjectionWork(
         rate=tally.rate + extra, tokens=float(layers * sum(lengths)), slots=float(layers * sum(padded)),
         pairs=float(layers * sum(n * n for n in lengths)), padded_pairs=float(layers * sum(n * n for n in padded)),
         features=features,
@@ -112,13 +114,13 @@ class Problem:
 
     @functools.cached_property
     def exact(self) -> list[list[Digest]]:
-        """The exact model's answers, for each side."""
+        """Return the exact model's answers, for each side."""
         return [self._digests(side, lambda length: None)[0] for side in self.sides]
 
     def run(
         self, method: MonteCarlo | None, *, padded: bool, seed: int, half: bool = False
-    ) -> tuple[dict[str, float], Work | None]:
-        """Scores and work with a method; None: of the exact model. half: in every other layer only, from the first.
+    ) -> tuple[dict[str, float], ProjectionWork | None]:
+        """Return scores and work with a method; None: of the exact model. half: in every other layer, from the first.
 
         padded: alpha is meant for inputs padded to 128 tokens, where N is 128; with N tokens alpha N / 128 gives the
         same sample counts.
@@ -166,13 +168,13 @@ class Problem:
         chosen: Callable[[int], MonteCarlo | None],
         *,
         half: bool = False,
-    ) -> tuple[list[Digest], Work | None]:
+    ) -> tuple[list[Digest], ProjectionWork | None]:
         """Documents of one length at a time, so that nothing is padded."""
         rows, types = side
         layers, features = shape_of(self.subject.model)
         places = range(0, layers, 2 if half else 1)
         found: dict[int, Digest] = {}
-        total: Work | None = None
+        total: ProjectionWork | None = None
         by_length: dict[int, list[int]] = {}
         for number, ids in enumerate(rows):
             by_length.setdefault(len(ids), []).append(number)
@@ -193,7 +195,7 @@ class Problem:
 
 
 def shape_of(model: Any) -> tuple[int, int]:
-    """Attention layers, and the width of what their values are projected from."""
+    """Return the number of attention layers, and the width of what their values are projected from."""
     return len(find(model)), int(getattr(model.config, "hidden_size", 0) or model.config.dim)
 
 
@@ -205,7 +207,7 @@ def _unit(digests: Sequence[Digest]) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def model_of(name: str, rounding: str = "float32") -> Subject:
-    """A model whose weights were rounded to a type and are kept in float32."""
+    """Return a model whose weights were rounded to a type and are kept in float32."""
     subject = load(name)
     if rounding == "float32":
         return subject
@@ -217,7 +219,7 @@ def model_of(name: str, rounding: str = "float32") -> Subject:
 
 @functools.lru_cache(maxsize=16)
 def documents_of(task: str, data: Path | None, most: int | None) -> Documents:
-    """Of a GLUE task, evenly spread over its file, whose parts differ; or neighbouring sentences of the help topics."""
+    """Return documents of a GLUE task, evenly spread over its file, or neighbouring sentences of the help topics."""
     if task == TOPICS:
         found = python_sentences()[: 2 * (most or SLOTS)]
         return Documents(TOPICS, tuple(found[0::2]), pairs=tuple(found[1::2]))
@@ -235,7 +237,7 @@ def documents_of(task: str, data: Path | None, most: int | None) -> Documents:
 def problem(
     name: str, task: str, data: Path | None, most: int | None, *, apart: bool = False, rounding: str = "float32"
 ) -> Problem:
-    """A classifier on its task, or an encoder on what it can do without being tuned.
+    """Return a classifier on its task, or an encoder on what it can do without being fine-tuned.
 
     apart: an encoder compares the two texts of each document by the cosine of their embeddings. For SST-2 a
     least-squares read-out of its embedding, fitted on the training set, gives the class. Of other tasks there is no
@@ -262,7 +264,7 @@ def problem(
 
 
 def reads_out(task: str, data: Path | None) -> bool:
-    """Whether an encoder's classes can be read out: of SST-2, if its training set is there.
+    """Return whether an encoder's classes can be read out: of SST-2, if its training set is there.
 
     It is the one task that asks what a single sentence means; whether a sentence is grammatical (CoLA) does not show
     in an embedding.
@@ -281,7 +283,7 @@ def _sides(
 
 
 def train_of(task: str, data: Path) -> Documents:
-    """What a read-out is fitted on."""
+    """Return what a read-out is fitted on."""
     return glue.read(glue.TASKS[task], data, "train", most=_TRAIN)
 
 

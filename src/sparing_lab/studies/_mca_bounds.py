@@ -12,14 +12,14 @@ from sparing.draws import Draws
 from sparing.functional import attention, inspect
 from sparing.methods.monte_carlo.sampling import draw_features, feature_law, mean_square_error, sampled_product
 from sparing.workbench.capture import Layer
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 
 DELTAS = (0.5, 0.1, 0.01)  #: probabilities of eq. 11
 GAUSSIAN = "gaussian"
 
 
 def gaussian(n: int, *, heads: int = 4, width: int = 32, features: int = 384) -> Layer:
-    """Normal numbers: logits of unit spread, tokens without anything in common."""
+    """Return normal numbers: logits of unit spread, tokens without anything in common."""
     random = torch.Generator().manual_seed(n)
     q, k = torch.randn(2, 1, heads, n, width, generator=random).unbind(0)
     x = torch.randn(1, n, features, generator=random)
@@ -29,7 +29,7 @@ def gaussian(n: int, *, heads: int = 4, width: int = 32, features: int = 384) ->
 
 @torch.no_grad()
 def row_error(q: Tensor, k: Tensor, value: Projection, alpha: float, samples: str, draws: int) -> Row:
-    """Errors of all rows of all heads of one call, over many draws.
+    """Measure the errors of all rows of all heads of one call, over many draws.
 
     rms, predicted, bound, output: root mean squares over rows and heads; worst_mean, worst_rms: the largest of a row
     beside its bound; z: how many standard errors the mean square, each head's beside its predicted one, is from 1;
@@ -79,7 +79,7 @@ def _root(squares: Tensor) -> float:
 
 @torch.no_grad()
 def token_error(value: Projection, heads: int, r: int, draws: int) -> Row:
-    """Of the token in the middle, projected from r samples: over draws, and then the root mean square over heads."""
+    """Measure the token in the middle, projected from r samples, over draws; root mean square over heads."""
     x = value.x[:, value.x.shape[1] // 2].double()
     counts, ranks = torch.full((1, 1, draws), r), torch.arange(draws).view(1, 1, -1)
     found: dict[str, list[float]] = {"square": [], "mean": [], "predicted": [], "bound": [], "z": [], "excess": []}
@@ -108,7 +108,7 @@ def token_error(value: Projection, heads: int, r: int, draws: int) -> Row:
 
 @torch.no_grad()
 def worst(case: str, rounding: str, draws: int) -> Row:
-    """Tokens for which Lemma 1 is an equality: equal features, equal rows of W, x W = 0. The largest error / bound.
+    """Return error / bound for tokens with which Lemma 1 is an equality: equal features and rows of W, x W = 0.
 
     "equal tokens": eight, read alike, with shared samples and alpha = 1. "one token": (1 / alpha)^2 = 1.99.
     """

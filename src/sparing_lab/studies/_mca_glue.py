@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sparing.workbench.estimate import Estimate, estimate
-from sparing_lab.studies._mca import ALPHAS, POINT, Work
-from sparing_lab.studies._mca_tables import PAPER_TABLES
-from sparing_lab.studies.study import Judgement, Rows, judged, not_run, pick
+from sparing_lab.papers import numbers
+from sparing_lab.studies._mca import ALPHAS, POINT, ProjectionWork
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_least, at_most, each, rises
+from sparing_lab.studies.rows import Rows, pick
 
 WORDS = {"matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman", "accuracy": "accuracy", "f1": "F1"}
 
 
-class Case(NamedTuple):
+class Score(NamedTuple):
     """A score of a model on a task."""
 
     family: str
@@ -28,17 +28,17 @@ class Case(NamedTuple):
         return f"{family}{self.task} {WORDS.get(self.metric, self.metric)}"
 
 
-def cases(rows: Rows) -> list[Case]:
-    """All scores against labels."""
+def cases(rows: Rows) -> list[Score]:
+    """Return all scores against labels."""
     found = [
-        Case(row["family"], row["task"], row["apart"], name)
+        Score(row["family"], row["task"], row["apart"], name)
         for row in pick(rows, method="exact") for name in row["scores"] if name != "cosine"
     ]  # fmt: skip
     return list(dict.fromkeys(found))
 
 
-def score(rows: Rows, case: Case, method: str, alpha: float = 0.0, reading: str = "padded") -> Estimate | None:
-    """Its mean over seeds; None where it was not run."""
+def score(rows: Rows, case: Score, method: str, alpha: float = 0.0, reading: str = "padded") -> Estimate | None:
+    """Return the mean of a score over seeds; None where it was not run."""
     wanted: dict[str, Any] = {"family": case.family, "task": case.task, "apart": case.apart, "method": method}
     if method != "exact":
         wanted |= {"alpha": alpha, "reading": reading}
@@ -46,167 +46,193 @@ def score(rows: Rows, case: Case, method: str, alpha: float = 0.0, reading: str 
     return estimate(found) if found else None
 
 
-def loss(rows: Rows, case: Case, method: str, alpha: float, reading: str = "padded") -> float:
-    """Of the score, against the exact model; what is no number has lost everything."""
+def loss(rows: Rows, case: Score, method: str, alpha: float, reading: str = "padded") -> float:
+    """Return the loss of a score against the exact model; NaN counts as a score of 0."""
     exact, found = score(rows, case, "exact"), score(rows, case, method, alpha, reading)
     assert exact is not None
     assert found is not None
     return exact.mean - (0.0 if math.isnan(found.mean) else found.mean)
 
 
-def works(rows: Rows, alpha: float, reading: str = "padded") -> dict[tuple[str, str], Work]:
-    """By model and task, with pairs read as one, as the paper's models read them."""
+def works(rows: Rows, alpha: float, reading: str = "padded") -> dict[tuple[str, str], ProjectionWork]:
+    """Return the work by model and task, with pairs read as one, as the paper's models read them."""
     found = pick(rows, method="independent", alpha=alpha, reading=reading, seed=0)
     joint = [row for row in found if not row["apart"]]
-    return {(row["family"], row["task"]): Work(**row["work"]) for row in joint or found}
+    return {(row["family"], row["task"]): ProjectionWork(**row["work"]) for row in joint or found}
 
 
-def printed(family: str, task: str, alpha: float) -> float | None:
-    """The paper's FLOPs reduction, of the model that is nearest to this one."""
-    line = PAPER_TABLES.get(family, PAPER_TABLES["BERT"]).get(task)
-    return None if line is None else line.flops[ALPHAS.index(alpha)]
+def paper_line(family: str, task: str, name: str) -> Sequence[float] | None:
+    """Return a line of the paper's tables, of the model that is nearest to this one; name: of a score, or "flops"."""
+    tables = numbers("mca", "tables 1 and 2")
+    found: Sequence[float] | None = tables.get(family, tables["BERT"]).get(task, {}).get(name)
+    return found
 
 
-# What the rows say to the claims.
+def _printed(family: str, task: str, alpha: float) -> float | None:
+    found = paper_line(family, task, "flops")
+    return None if found is None else found[ALPHAS.index(alpha)]
 
 
-def mean_reduction(alpha: float) -> Any:
-    """The mean over tasks of what is saved, counted as the paper does."""
+def _scored(rows: Rows) -> list[Score]:
+    if not (found := cases(rows)):
+        raise NotRun("needs a task with a score")
+    return found
 
-    def judge(rows: Rows) -> Judgement:
-        pairs = [(work.paper, printed(*key, alpha), key) for key, work in works(rows, alpha).items()]
-        known = [(ours, theirs, key) for ours, theirs, key in pairs if theirs is not None]
+
+def _times(limit: float) -> float:
+    return math.log(limit)
+
+
+def mean_reduction(alpha: float) -> Judge:
+    """Judge the mean over tasks of what is saved, counted as the paper does."""
+
+    def figures(rows: Rows) -> dict[str, Any]:
+        pairs = [(work.paper, _printed(*key, alpha)) for key, work in works(rows, alpha).items()]
+        known = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
         if len(known) < 2:
-            return not_run("needs files of two tasks of GLUE: --data")
-        ours, theirs = (sum(column) / len(known) for column in list(zip(*known, strict=True))[:2])
-        near = [abs(math.log(a / b)) <= math.log(1.25) for a, b, _ in known]
-        text = f"{ours:.2f}x over {len(known)} tasks, of which the paper's tables have {theirs:.2f}x"
-        return judged(abs(math.log(ours / theirs)) <= math.log(1.1), 2 * sum(near) > len(near), ours=text)
+            raise NotRun("needs files of two tasks of GLUE: --data")
+        ours, theirs = (sum(column) / len(known) for column in zip(*known, strict=True))
+        apart = [abs(math.log(a / b)) for a, b in known]
+        return {"ours": ours, "theirs": theirs, "apart": abs(math.log(ours / theirs)), "each": apart, "n": len(known)}
 
-    return judge
-
-
-def own(rows: Rows) -> Judgement:
-    """Is it the method that saves, or the padding?"""
-    found = works(rows, 0.2)
-    shares = {
-        task: math.log(work.real) / math.log(work.paper) if work.paper > 1 else 1.0 for (_, task), work in found.items()
-    }
-    shown = ", ".join(
-        f"{task} {w.paper:.1f}x = {w.padding:.1f}x padding x {w.real:.2f}" for (_, task), w in found.items()
-    )
-    return judged(min(shares.values()) >= 0.5, max(shares.values()) >= 0.5, ours=shown)
+    return Judge(
+        figures, Criterion("within 10 % of its own for the same tasks", at_most(_times(1.1)).of("apart").holds),
+        Criterion("most tasks within 25 %", at_most(_times(1.25)).mostly().of("each").holds),
+        "{ours:.2f}x over {n} tasks, of which the paper's tables have {theirs:.2f}x".format_map,
+        of="mean over the tasks that are given, counted as the paper does",
+    )  # fmt: skip
 
 
-def differ(rows: Rows) -> Judgement:
-    """Do tasks still differ on valid tokens?"""
-    found = {key: work for key, work in works(rows, 0.2).items() if printed(*key, 0.2) is not None}
+def _own_shares(rows: Rows) -> dict[str, Any]:
+    """By task, the last model's: the share of the saving, in logarithms, that is left on valid tokens."""
+    found = [(task, work) for (_, task), work in works(rows, 0.2).items()]
+    shares = {task: math.log(work.real) / math.log(work.paper) if work.paper > 1 else 1.0 for task, work in found}
+    return {"shares": shares, "works": found}
+
+
+own = Judge(
+    _own_shares, at_least(0.5).of("shares"), at_least(0.5).once("of one").of("shares"), lambda found: ", ".join(
+        f"{task} {w.paper:.1f}x = {w.padding:.1f}x padding x {w.real:.2f}" for task, w in found["works"]),
+    of="share of each saving, as a factor (in logarithms), that is left on valid tokens",
+)  # fmt: skip
+
+
+def _between(rows: Rows) -> dict[str, Any]:
+    """The tasks that save most and least, and how much of the factor between them is there on valid tokens."""
+    found = [(key[1], work) for key, work in works(rows, 0.2).items() if _printed(*key, 0.2) is not None]
     if len(found) < 2:
-        return not_run("needs files of two tasks of GLUE: --data")
-    most, least = (pick_by(found, key=lambda w: w.paper) for pick_by in (_largest, _least))
-    a, b = found[most], found[least]
-    if a.paper == b.paper:
-        return not_run("all tasks save the same")
-    share = math.log(a.real / b.real) / math.log(a.paper / b.paper)
-    text = f"{most[1]} {a.paper:.1f}x, {least[1]} {b.paper:.1f}x; on valid tokens {a.real:.2f}x and {b.real:.2f}x"
-    return judged(share >= 0.5, share > 0.1, ours=text)
+        raise NotRun("needs files of two tasks of GLUE: --data")
+    most, least = (choose(found, key=lambda item: item[1].paper) for choose in (max, min))
+    if most[1].paper == least[1].paper:
+        raise NotRun("all tasks save the same")
+    share = math.log(most[1].real / least[1].real) / math.log(most[1].paper / least[1].paper)
+    return {"share": share, "tasks": (most, least)}
 
 
-def _largest(found: dict[tuple[str, str], Work], key: Any) -> tuple[str, str]:
-    return max(found, key=lambda name: key(found[name]))
+def _saved_between(found: dict[str, Any]) -> str:
+    (most, a), (least, b) = found["tasks"]
+    return f"{most} {a.paper:.1f}x, {least} {b.paper:.1f}x; on valid tokens {a.real:.2f}x and {b.real:.2f}x"
 
 
-def _least(found: dict[tuple[str, str], Work], key: Any) -> tuple[str, str]:
-    return min(found, key=lambda name: key(found[name]))
+differ = Judge(
+    _between, at_least(0.5).of("share"), Criterion("more than a tenth", lambda found: found["share"] > 0.1),
+    _saved_between, of="share of the factor between the tasks that save most and least that is there on valid tokens",
+)  # fmt: skip
 
 
-def losses(alpha: float, reading: str = "padded") -> Any:
-    """Is at most a point of each score lost?"""
+def losses(alpha: float, reading: str = "padded") -> Judge:
+    """Judge whether at most a point of each score is lost."""
 
-    def judge(rows: Rows) -> Judgement:
-        lost = {case: interval_of(rows, case, "independent", alpha, reading) for case in cases(rows)}
-        if not lost:
-            return not_run("needs a task with a score")
-        sure = [high <= POINT for _, high in lost.values()]
-        fine = [mean <= POINT for mean, _ in lost.values()]
-        return judged(all(sure), 2 * sum(fine) > len(fine), ours=_points(lost.items()))
+    def figures(rows: Rows) -> dict[Score, tuple[float, float]]:
+        return {case: _lost(rows, case, "independent", alpha, reading) for case in _scored(rows)}
 
-    return judge
+    n = "n = 128" if reading == "padded" else "n = tokens"
+    return Judge(
+        figures, each("at most 1 point by its interval over seeds", lambda lost: lost[1] <= POINT),
+        each("the mean", lambda lost: lost[0] <= POINT).mostly("in most"), lambda found: "loss " + ", ".join(
+            f"{case} {100 * mean:.1f} (at most {100 * high:.1f})" for case, (mean, high) in found.items()) + " points",
+        of=f"loss of each score, independent samples, {n}",
+    )  # fmt: skip
 
 
-def interval_of(rows: Rows, case: Case, method: str, alpha: float, reading: str = "padded") -> tuple[float, float]:
+def _lost(rows: Rows, case: Score, method: str, alpha: float, reading: str = "padded") -> tuple[float, float]:
     """What is lost: the mean over seeds, and the most by its interval."""
     mean, found = loss(rows, case, method, alpha, reading), score(rows, case, method, alpha, reading)
     assert found is not None
     return mean, mean if found.low is None else mean + found.mean - found.low
 
 
-def _points(lost: Iterable[tuple[Case, tuple[float, float]]]) -> str:
-    shown = (f"{case} {100 * mean:.1f} (at most {100 * high:.1f})" for case, (mean, high) in lost)
-    return "loss " + ", ".join(shown) + " points"
+def _over_alpha(rows: Rows) -> dict[Score, list[Estimate]]:
+    found = {case: [score(rows, case, "independent", alpha) for alpha in ALPHAS] for case in _scored(rows)}
+    return {case: [each for each in line if each is not None] for case, line in found.items()}
 
 
-def falls(rows: Rows) -> Judgement:
-    """Do scores fall as alpha grows?"""
-    falls, steady, shown = [], [], []
-    for case in cases(rows):
-        means = [score(rows, case, "independent", alpha) for alpha in ALPHAS]
-        assert all(means)
-        first, last = means[0], means[-1]
-        assert first is not None
-        assert last is not None
-        falls.append(last.mean < first.mean and (first.low is None or last.high is None or last.high < first.low))
-        steady.append(all(b.mean <= a.mean + POINT for a, b in pairwise(means) if a is not None and b is not None))
-        shown.append(f"{case} " + " ".join(f"{100 * mean.mean:.1f}" for mean in means if mean is not None))
-    if not falls:
-        return not_run("needs a task with a score")
-    return judged(all(falls) and all(steady), 2 * sum(steady) > len(steady), ours=", ".join(shown))
+def _lower(line: Sequence[Estimate]) -> bool:
+    """Whether the last is below the first by more than the intervals."""
+    first, last = line[0], line[-1]
+    return last.mean < first.mean and (first.low is None or last.high is None or last.high < first.low)
 
 
-def shared(rows: Rows) -> Judgement:
-    """Is one list of samples as good as a list for each token?"""
-    worse = {case: loss(rows, case, "shared", 0.4) - loss(rows, case, "independent", 0.4) for case in cases(rows)}
-    if not worse:
-        return not_run("needs a task with a score")
-    both = ", ".join(
-        f"{case} {100 * loss(rows, case, 'shared', 0.4):.1f} against {100 * loss(rows, case, 'independent', 0.4):.1f}"
-        for case in worse
-    )
-    return judged(max(worse.values()) <= POINT, ours=f"loss at 0.4, shared against independent: {both} points")
+_STEADY = each("no step up by more than 1 point", lambda line: rises(room=POINT).holds([-x.mean for x in line]))
+falls = Judge(
+    _over_alpha, each("alpha = 1 below alpha = 0.2 by more than the intervals", _lower) & _STEADY,
+    _STEADY.mostly("in most"), lambda found: ", ".join(
+        f"{case} " + " ".join(f"{100 * x.mean:.1f}" for x in line) for case, line in found.items()), of="each score",
+)  # fmt: skip
+shared = Judge(
+    lambda rows: {case: [loss(rows, case, kind, 0.4) for kind in ("shared", "independent")] for case in _scored(rows)},
+    each("at most 1 point more in each score", lambda lost: lost[0] - lost[1] <= POINT),
+    shows=lambda found: "loss at 0.4, shared against independent: " + ", ".join(
+        f"{case} {100 * a:.1f} against {100 * b:.1f}" for case, (a, b) in found.items()) + " points",
+    of="what shared samples lose at alpha = 0.4",
+)  # fmt: skip
 
 
-def baselines(rows: Rows) -> Judgement:
-    """Is sampling better than no sampling, for the same work?"""
-    found: dict[str, list[bool]] = {"mean": [], "drop": []}
-    for case in cases(rows):
-        for reading in ("padded", "tokens"):
-            for alpha in ALPHAS:
-                own = loss(rows, case, "independent", alpha, reading)
-                for name, wins in found.items():
-                    wins.append(own <= loss(rows, case, name, alpha, reading))
-    if not found["mean"]:
-        return not_run("needs a task with a score")
-    wins, drops = found["mean"], found["drop"]
-    text = f"at least as good as the mean in {sum(wins)} of {len(wins)} settings, as leaving out in {sum(drops)}"
-    return judged(2 * sum(wins) > len(wins) and 2 * sum(drops) > len(drops), 2 * sum(drops) > len(drops), ours=text)
+def _compared(rows: Rows) -> dict[str, list[float]]:
+    """By what does without samples: what it loses more than sampling, over all scores, alphas and readings of n."""
+    settings = [
+        (case, reading, alpha) for case in _scored(rows) for reading in ("padded", "tokens") for alpha in ALPHAS
+    ]
+    return {
+        other: [loss(rows, case, other, alpha, reading) - loss(rows, case, "independent", alpha, reading)
+                for case, reading, alpha in settings] for other in ("mean", "drop")
+    }  # fmt: skip
 
 
-def cap(rows: Rows) -> Judgement:
-    """What is left of the saving where A H is counted?"""
-    found = works(rows, 1.0)
-    with_ah = [work.paper_weighed / work.paper for work in found.values()]
-    most = max(found.values(), key=lambda work: work.paper)
+baselines = Judge(
+    _compared, at_least(0).mostly("in most settings, taking the mean of all tokens").of("mean")
+    & at_least(0).mostly("in most, leaving tokens out").of("drop"),
+    at_least(0).mostly("in most, leaving tokens out").of("drop"),
+    lambda found: "at least as good as the mean in {} of {} settings, as leaving out in {}".format(
+        sum(x >= 0 for x in found["mean"]), len(found["mean"]), sum(x >= 0 for x in found["drop"])),
+    of="what doing without samples loses more, over all scores, alphas and both readings of n",
+)  # fmt: skip
+
+
+def _capped(found: list[ProjectionWork]) -> str:
+    most = max(found, key=lambda work: work.paper)
     cap = 1 + most.features / (most.padded_pairs / most.slots)
-    text = f"at 1.0 at most {most.paper:.1f}x without A H, {most.paper_weighed:.2f}x with it; its limit is {cap:.1f}x"
-    return judged(min(with_ah) >= 0.9, ours=text)
+    return f"at 1.0 at most {most.paper:.1f}x without A H, {most.paper_weighed:.2f}x with it; its limit is {cap:.1f}x"
 
 
-def distil(rows: Rows) -> Judgement:
-    """Is it the same for DistilBERT?"""
+cap = Judge(
+    lambda rows: list(works(rows, 1.0).values()),
+    each("at least 90 % of each saving is left; by arithmetic none above 1 + d / n can be",
+         lambda work: work.paper_weighed / work.paper >= 0.9), shows=_capped, of="with A H counted, n = 128, alpha = 1",
+)  # fmt: skip
+
+
+def _pairs(rows: Rows) -> dict[str, float]:
+    """By task: the factor between what BERT and DistilBERT save."""
     at = works(rows, 0.2)
-    both = [(work, at["DistilBERT", task]) for (family, task), work in at.items()
-            if family == "BERT" and ("DistilBERT", task) in at]  # fmt: skip
-    if not both:
-        return not_run("needs the tuned weights of --scale paper")
-    apart = max(abs(math.log(a.paper / b.paper)) for a, b in both)
-    return judged(apart <= math.log(1.15), apart <= math.log(1.5), ours=f"at most {math.exp(apart) - 1:.0%} apart")
+    return {
+        task: abs(math.log(work.paper / at["DistilBERT", task].paper)) for (family, task), work in at.items()
+        if family == "BERT" and ("DistilBERT", task) in at
+    }  # fmt: skip
+
+
+distil = Judge(
+    _pairs, Criterion("at most 15 %", at_most(_times(1.15)).holds), Criterion("50 %", at_most(_times(1.5)).holds),
+    lambda found: f"at most {math.exp(max(found.values())) - 1:.0%} apart",
+    of="difference at alpha = 0.2 in each task", needs="needs the tuned weights of --scale paper",
+)  # fmt: skip

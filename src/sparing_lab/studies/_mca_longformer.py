@@ -15,18 +15,18 @@ from sparing.transformers.find import find
 from sparing.transformers.watch import swapped
 from sparing.workbench.metrics import scores
 from sparing.workbench.outputs import Digest, digest, end_of, nearest
-from sparing_lab.studies._mca import Work
-from sparing_lab.studies.study import Row
+from sparing_lab.studies._mca import ProjectionWork
+from sparing_lab.studies.rows import Row
 
 
 @torch.no_grad()
 def run(
     subject: Subject, rows: Sequence[Tensor], method: MonteCarlo, *, visible: bool, seed: int
-) -> tuple[list[Digest], dict[str, Work]]:
-    """Each document alone. visible: the n of eq. 9 is the number of keys that a token sees, not the document's length.
+) -> tuple[list[Digest], dict[str, ProjectionWork]]:
+    """Run each document alone; return answers, and the work of all values and of the "local" ones.
 
-    The theorem holds for both: a row sums over no more keys than it sees. Work: of all values ("all"), and without
-    those that only the global token reads ("local").
+    visible: the n of eq. 9 is the number of keys that a token sees, not the document's length. The theorem holds for
+    both: a row sums over no more keys than it sees. local: without the values that only the global token reads.
     """
     found, total = [], None
     for number, ids in enumerate(rows):
@@ -41,7 +41,7 @@ def run(
 
 
 def visible_keys(subject: Subject, length: int) -> int:
-    """Of a token in the middle: its window, itself and the first token."""
+    """Return the keys that a token in the middle sees: its window, itself and the first token."""
     window = _window(subject)
     return length if window is None else min(length, window + 2)
 
@@ -52,7 +52,7 @@ def _window(subject: Subject) -> int | None:
     return max(found) if isinstance(found, list | tuple) else found
 
 
-def _work(subject: Subject, total: Any, length: int) -> dict[str, Work]:
+def _work(subject: Subject, total: Any, length: int) -> dict[str, ProjectionWork]:
     """Over all layers. Longformer has a second layer of values, which only global tokens read, in each of them."""
     tally, layers, window = total.tally, len(find(subject.model)), _window(subject)
     sides = 1 if window is None else 2
@@ -64,8 +64,8 @@ def _work(subject: Subject, total: Any, length: int) -> dict[str, Work]:
     widest = slots if window is None else min(slots, window + 2)
     extra = layers if total.method.estimator == "mean" and tally.rate < tally.tokens else 0
 
-    def of(rate: float, tokens: float, sides: int) -> Work:
-        return Work(
+    def of(rate: float, tokens: float, sides: int) -> ProjectionWork:
+        return ProjectionWork(
             rate=rate + sides * extra, tokens=tokens, slots=layers * sides * slots,
             pairs=float(layers * (pairs + (sides > 1 or window is None) * length)),
             padded_pairs=layers * (slots * widest + (sides > 1) * slots), features=subject.model.config.hidden_size,
@@ -76,7 +76,7 @@ def _work(subject: Subject, total: Any, length: int) -> dict[str, Work]:
 
 
 def compare(kind: str, exact: Sequence[Digest], found: Sequence[Digest], labels: Sequence[Any] | None) -> Row:
-    """What happened at the end of the model: scores of a classifier, else how similar embeddings are."""
+    """Compare the ends of two models: scores of a classifier, else how similar embeddings are."""
     ends = [end_of(kind, [a], [b]) for a, b in zip(exact, found, strict=True)]
     for number, near in enumerate(nearest(list(zip(exact, found, strict=True)))):
         ends[number] |= near
@@ -94,7 +94,7 @@ def compare(kind: str, exact: Sequence[Digest], found: Sequence[Digest], labels:
 
 
 def micro_f1(found: Sequence[Digest], labels: Sequence[tuple[int, ...]]) -> float:
-    """Of documents with several classes, all pairs of a document and a class together."""
+    """Return the F1 of documents with several classes, over all pairs of a document and a class."""
     pairs = [
         (logit > 0, bool(mark)) for one, marks in zip(found, labels, strict=True)
         for logit, mark in zip(one["logits"], marks, strict=True)

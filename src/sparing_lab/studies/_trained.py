@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.nn import MultiheadAttention
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Trained, Training
@@ -24,14 +24,14 @@ _AT_ONCE = 16  # examples
 
 
 def trained(config: Config, task: Task | None = None) -> tuple[Any, Trained]:
-    """The model as it is behind the last step, and what came of the run; task: its examples, where they are made."""
+    """Return the model after the last step, and the results of the run; task: its examples, where they are made."""
     training = Training(config, task=task)
     found = training.run()
     return training.bare.eval(), found
 
 
 def row_of(found: Trained) -> Row:
-    """What is kept of a run."""
+    """Return what is kept of a run."""
     return {
         "metric": found.metric, "chance": found.task.chance(), "last": found.records[-1], "seconds": found.seconds,
         "steps": found.config.steps,
@@ -43,7 +43,7 @@ def row_of(found: Trained) -> Row:
 
 @contextmanager
 def running(model: nn.Module, what: str | Method, *, seed: int = 0) -> Iterator[None]:
-    """The model with another method in all of its layers; each layer has random numbers of its own."""
+    """Run the model with another method in all of its layers; each layer has random numbers of its own."""
     layers = [module for module in model.modules() if isinstance(module, MultiheadAttention)]
     before = [(layer.method, layer.seed) for layer in layers]
     try:
@@ -64,16 +64,16 @@ class Tried(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Nats of an answer, on average."""
+        """Return the mean loss of an answer in nats."""
         return float(self.losses.sum() / self.asked.sum())
 
     @property
     def error(self) -> float:
-        """The share of the answers that are wrong."""
+        """Return the share of the answers that are wrong."""
         return float(self.wrong.sum() / self.asked.sum())
 
     def beyond(self, other: Tried, what: str = "losses") -> tuple[float, float]:
-        """By how much this is more than another on the same examples, and the standard error of that."""
+        """Return by how much this is more than another on the same examples, and the standard error of that."""
         mine, theirs = getattr(self, what), getattr(other, what)
         more = (mine - theirs) / self.asked.mean()
         return float(more.mean()), float(more.std() / len(more) ** 0.5)
@@ -81,7 +81,7 @@ class Tried(NamedTuple):
 
 @torch.no_grad()
 def tried(model: Any, task: Task, numbers: Sequence[int], *, context: int = 0) -> Tried:
-    """On these held-out examples; context: answers at the first places that do not count."""
+    """Try a model on held-out examples; context: answers at the first places that do not count."""
     parts = []
     for at in range(0, len(numbers), _AT_ONCE):
         some = numbers[at : at + _AT_ONCE]

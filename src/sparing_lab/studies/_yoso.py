@@ -17,26 +17,26 @@ _CHARACTERS = 12  # of text are enough for a token
 
 
 def models(settings: Settings, *small: str) -> tuple[str, ...]:
-    """The names of the models that are looked at."""
+    """Return the names of the models that are measured."""
     return (settings.model,) if settings.model else small if settings.small else (PAPER_MODEL,)
 
 
 @lru_cache(maxsize=1)
 def text() -> tuple[str, str]:
-    """What the models read, one topic of Python's help after the other, and its fingerprint."""
+    """Return what the models read, one topic of Python's help after the other, and its fingerprint."""
     found = default()
     return "\n\n".join(found.texts), found.fingerprint
 
 
 @lru_cache(maxsize=1)
 def subject(name: str) -> Subject:
-    """The model; one at a time is kept."""
+    """Return the model; one at a time is kept."""
     return load(name)
 
 
 @lru_cache(maxsize=1)
 def layers(name: str, length: int) -> tuple[Seen, ...]:
-    """What each attention layer of the model is given for the first `length` tokens of the text."""
+    """Return what each attention layer of the model is given for the first `length` tokens of the text."""
     model = subject(name)
     if model.positions is not None and length > model.positions:
         raise ValueError(f"model: {name} has {model.positions} positions, and the study needs {length}")
@@ -50,12 +50,12 @@ def layers(name: str, length: int) -> tuple[Seen, ...]:
 
 
 def spread(items: tuple[Seen, ...], count: int) -> list[tuple[int, Seen]]:
-    """So many of them, from the first to the last, with their numbers."""
+    """Return so many of the items, from the first to the last, with their numbers."""
     chosen = torch.linspace(0, len(items) - 1, min(count, len(items))).round().int().tolist()
     return [(number, items[number]) for number in chosen]
 
 
 def relative(found: Tensor, wanted: Tensor, norm: float) -> Tensor:
-    """Of the entries of each head's matrix [..., n, d]: norm of the difference / norm of what is wanted."""
+    """Return for each head's matrix [..., n, d]: norm of the difference / norm of what is wanted."""
     difference, whole = ((found - wanted).double().flatten(-2), wanted.double().flatten(-2))
     return torch.linalg.vector_norm(difference, norm, dim=-1) / torch.linalg.vector_norm(whole, norm, dim=-1)

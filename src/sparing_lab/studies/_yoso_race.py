@@ -22,7 +22,7 @@ from sparing.workbench.benchmark.workload import (
     softmax_work,
 )
 from sparing.workbench.timing import interval, race
-from sparing_lab.studies.study import Row
+from sparing_lab.studies.rows import Row
 
 SELF, FUSED = "self-attention", "SDPA"  #: with the whole matrix of weights, as the paper timed it; torch's fused one
 HASHES = (16, 32, 64, 128)
@@ -38,7 +38,7 @@ _FREE = 0.7  # of the memory that is free may be taken
 
 
 def work_of(side: str, inputs: Inputs) -> Work:
-    """A side on the inputs."""
+    """Return the work of a side on the inputs."""
     if side == SELF:
         return softmax_work(inputs)
     if side == FUSED:
@@ -48,7 +48,7 @@ def work_of(side: str, inputs: Inputs) -> Work:
 
 
 def race_at(inputs: Inputs, sides: Sequence[str], seconds: float) -> list[Row]:
-    """Time and memory of every side, in one run, round by round; a side that cannot run says why.
+    """Measure time and memory of every side, in one run, round by round; a side that cannot run states why.
 
     Memory is what a call takes at most beyond its inputs, as the operating system saw it, and these inputs.
     """
@@ -77,7 +77,7 @@ def race_at(inputs: Inputs, sides: Sequence[str], seconds: float) -> list[Row]:
 
 
 def timed(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-    """Seconds of each call, interleaved, after a warm-up that says how many rounds there is time for."""
+    """Return the seconds of each call, interleaved, after a warm-up that determines the number of rounds."""
     for call in calls:
         call()
     once = [each[0] for each in race(calls, [1] * len(calls))]
@@ -97,6 +97,6 @@ def _refusal(side: str, inputs: Inputs) -> str:
 
 @cache
 def red(spec: str) -> str:
-    """Why no time may be stated for a method; empty where it computes what its reference does."""
+    """Return why no time may be stated for a method; empty where it computes what its reference does."""
     found = gate.check(method(spec), clustered(1, 2, GATE, WIDTH), backward=True)
     return "" if found.passed else f"differs from its reference: {found.detail}"

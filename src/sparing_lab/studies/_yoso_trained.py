@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
+import torch
 from torch import Tensor
 
+from sparing.nn import Encoder
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
@@ -25,12 +26,33 @@ SAMPLED = ("YOSO-16", "YOSO-32", "YOSO-64")
 
 
 def started(config: Config, weights: Mapping[str, Tensor], task: Task | None = None) -> Training:
-    """A run that begins with the weights of another, whose method may differ: to try them with it, or to go on."""
+    """Return a run that begins with the weights of another, whose method may differ."""
     training = Training(config, task=task)
     training.bare.load_state_dict({n: w for n, w in weights.items() if not n.endswith("evaluation_seed")})
     return training
 
 
-def falling(values: list[float], room: float) -> bool:
-    """Whether none is above the one before it by more than the room that noise is given."""
-    return all(later <= earlier + room for earlier, later in pairwise(values))
+_COUNTED = 2000  # examples whose bytes are counted
+
+
+@torch.no_grad()
+def start(encoder: Encoder, *, tokens: float, positions: float) -> None:
+    """Set the embeddings to start from: of tokens, of that size; of positions, waves of that height."""
+    encoder.tokens.weight.mul_(tokens / encoder.tokens.weight.std())
+    lengths = encoder.length ** torch.linspace(0, 1, encoder.width // 2)  # of waves, in radians
+    angles = torch.arange(encoder.length)[:, None] / lengths
+    encoder.positions.weight.copy_(positions * torch.cat([angles.sin(), angles.cos()], dim=-1))
+
+
+def frequencies(task: Task) -> float:
+    """Return the perplexity of a model that knows how often each byte occurs, and nothing else."""
+    counts = [torch.zeros(task.vocabulary, dtype=torch.float64) for _ in range(2)]
+    for number, split in enumerate((task.train, task.valid)):
+        for index in range(min(len(split), _COUNTED)):
+            counts[number] += torch.bincount(split[index].tokens, minlength=task.vocabulary)
+    for each in counts:
+        each[list(task.special)] = 0
+    seen, held = counts
+    free = task.vocabulary - len(task.special) - 1  # the mask is no byte
+    nats = -((seen + 1) / (seen.sum() + free)).log()
+    return float((held * nats).sum().div(held.sum()).exp())

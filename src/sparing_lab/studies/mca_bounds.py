@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sparing.models import load, minilm
 from sparing.workbench.capture import Layer, capture
-from sparing.workbench.estimate import exponent
-from sparing_lab.report.figure import panels, style
+from sparing_lab.figure import Figure, line, log_ticks, panels, style
 from sparing_lab.studies._mca_bounds import DELTAS, GAUSSIAN, gaussian, row_error, token_error, worst
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparing_lab.studies.judges import Criterion, Judge, at_most, each, exponent, listed, rises, within
+from sparing_lab.studies.rows import Cell, Row, Rows, curve, curves, distinct, ends, grouped, over, pick, power
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing
 
 ALPHAS = (0.1, 0.2, 0.4, 0.6, 1.0)  #: the paper's four, and a smaller one
 LENGTHS = (32, 64, 128, 256)
@@ -78,170 +76,130 @@ def _layer(source: str, which: str, n: int) -> Layer:
     return found._replace(value=found.value._replace(bias=None))
 
 
+def _largest(rows: Rows, of: str) -> float:
+    return max(row[of] for row in rows)
+
+
 def _real(rows: Rows) -> list[Row]:
     return [row for row in pick(rows, what="rows") if row["source"] != GAUSSIAN]
 
 
-def _lines(rows: Rows) -> list[list[Row]]:
-    """Calls of one source, layer and kind of samples, together; none where all tokens are exact."""
-    rows = [row for row in rows if row["predicted"] > 0]
-    keys = dict.fromkeys((row["source"], row["layer"], row["samples"]) for row in rows)
-    return [pick(rows, source=source, layer=layer, samples=samples) for source, layer, samples in keys]
+def _sampled(rows: Rows) -> list[Row]:
+    """Without calls in which all tokens are exact."""
+    return [row for row in rows if row["predicted"] > 0]
 
 
-def _lemma(rows: Rows) -> Judgement:
-    found = pick(rows, what="token")
-    largest, excess = (max(row[name] for row in found) for name in ("worst_mean", "excess"))
-    ours = f"at most {largest:.3f} of the bound ({excess:+.1f} standard errors), r = {COUNTS[0]} to {COUNTS[-1]}"
-    return judged(excess <= LIMIT, ours=ours)
+def _off(rows: Rows) -> dict[str, Any]:
+    """Of tokens and rows: measured / predicted, and how many standard errors that is from 1."""
+    calls = _sampled(pick(rows, what="rows"))
+    groups = {"tokens": pick(rows, what="token"), **{kind: pick(calls, samples=kind) for kind in SAMPLES}}
+    return {
+        "ratios": {name: [row["rms"] / row["predicted"] for row in some] for name, some in groups.items()},
+        "errors": {name: [abs(row["z"]) for row in some] for name, some in groups.items()},
+    }
 
 
-def _slope(rows: Rows) -> Judgement:
-    found = {}
-    for source in dict.fromkeys(row["source"] for row in pick(rows, what="token")):
-        used = [row for row in pick(rows, what="token", source=source) if row["r"] >= 4]
-        found[source] = exponent([row["r"] for row in used], [row["rms"] for row in used])
-    close = all(-0.55 <= slope <= -0.45 for slope in found.values())
-    return judged(close, ours=", ".join(f"{source} {slope:.3f}" for source, slope in found.items()))
+def _far(found: dict[str, Any]) -> str:
+    largest = max(max(some, default=0.0) for some in found["errors"].values())
+    ratios = ", ".join(f"{name} {min(some):.3f} to {max(some):.3f}" for name, some in found["ratios"].items())
+    return f"measured / predicted: {ratios}; at most {largest:.1f} standard errors apart"
 
 
-def _variance(rows: Rows) -> Judgement:
-    tokens, calls = pick(rows, what="token"), [row for row in pick(rows, what="rows") if row["predicted"] > 0]
-    ours = []
-    for name, some in (("tokens", tokens), *((kind, pick(calls, samples=kind)) for kind in SAMPLES)):
-        ratios = [row["rms"] / row["predicted"] for row in some]
-        ours.append(f"{name} {min(ratios):.3f} to {max(ratios):.3f}")
-    largest, of_tokens = (max(abs(row["z"]) for row in some) for some in (tokens + calls, tokens))
-    text = f"measured / predicted: {', '.join(ours)}; at most {largest:.1f} standard errors apart"
-    return judged(largest <= LIMIT, of_tokens <= LIMIT, ours=text)
-
-
-def _theorem(rows: Rows) -> Judgement:
+def _tails(rows: Rows) -> dict[float, list[float]]:
+    """By delta: of the worst row, the share of draws beyond bound / delta, and beyond bound / sqrt(delta)."""
     calls = pick(rows, what="rows")
-    largest = max(row["worst_mean"] for row in calls)
-    return judged(largest <= 1, ours=f"worst row of {len(calls)} calls: {largest:.2f} of its bound")
+    return {
+        delta: [max(row["tails"][number][form] for row in calls) for form in (0, 1)]
+        for number, delta in enumerate(DELTAS)
+    }
 
 
-def _tail(rows: Rows) -> Judgement:
-    calls = pick(rows, what="rows")
-    worst = [[max(row["tails"][i][form] for row in calls) for form in (0, 1)] for i in range(len(DELTAS))]
-    holds = all(share <= delta for (share, _), delta in zip(worst, DELTAS, strict=True))
-    texts = [f"delta {delta:g}: {a:.1%} ({b:.1%})" for (a, b), delta in zip(worst, DELTAS, strict=True)]
-    return judged(holds, ours=f"worst row beyond bound / delta (/ sqrt delta): {', '.join(texts)}")
+def _rounded(rows: Rows) -> dict[str, dict[str, float]]:
+    """By the rounding of r: the largest error / bound, in the root mean square and in the mean."""
+    groups = grouped(pick(rows, what="worst"), "rounding")
+    return {name: {of: _largest(some, of) for of in ("rms_ratio", "ratio")} for name, some in groups.items()}
 
 
-def _rounding(rows: Rows) -> Judgement:
-    kept = {rounding: max(row["rms_ratio"] for row in pick(rows, what="worst", rounding=rounding))
-            for rounding in ("up", "down")}  # fmt: skip
-    means = {rounding: max(row["ratio"] for row in pick(rows, what="worst", rounding=rounding)) for rounding in kept}
-    within = {rounding: max(kept[rounding], means[rounding]) <= 1 + 1e-6 for rounding in kept}
-    ours = f"worst cases, root mean square / bound: rounded up {kept['up']:.3f}, down {kept['down']:.3f}"
-    return judged(all(within.values()), within["up"], ours=ours)
-
-
-def _tight(rows: Rows) -> Judgement:
+def _loose(rows: Rows) -> dict[str, list[float]]:
+    """The bound over the error and over the output, at the paper's alphas."""
     calls = [row for row in _real(rows) if row["alpha"] in ALPHAS[1:] and row["rms"] > 0]
-    loose = [row["bound"] / row["rms"] for row in calls]
-    outputs = [row["bound"] / row["output"] for row in calls]
-    ours = (
-        f"bound / error {min(loose):.1f} to {max(loose):.0f}; bound / output {min(outputs):.1f} to {max(outputs):.0f}"
-    )
-    return judged(max(loose) <= 2, max(loose) <= 10, ours=ours)
+    return {of: [row["bound"] / row[of] for row in calls] for of in ("rms", "output")}
 
 
-def _linear(rows: Rows) -> Judgement:
-    slopes, grows = {}, True
-    for line in _lines([row for row in pick(rows, what="rows", n=LENGTH) if row["alpha"] in ALPHAS[1:]]):
-        slopes[id(line[0])] = exponent([row["alpha"] for row in line], [row["rms"] for row in line])
-        grows &= all(a["rms"] < b["rms"] for a, b in pairwise(line))
-    low, high = min(slopes.values()), max(slopes.values())
-    return judged(low >= 0.8 and high <= 1.2, grows, ours=f"error ~ alpha^p, p = {low:.2f} to {high:.2f}")
+def _over_alpha(rows: Rows) -> dict[Any, dict[float, float]]:
+    """The error over the paper's alphas, for each source, layer and kind of samples."""
+    calls = [row for row in pick(rows, what="rows", n=LENGTH) if row["alpha"] in ALPHAS[1:]]
+    return curves(_sampled(calls), "alpha", "rms", "source", "layer", "samples")
 
 
-def _length(rows: Rows) -> Judgement:
-    ends = {kind: [] for kind in SAMPLES}  # type: dict[str, list[float]]
-    for line in _lines(pick(rows, what="rows", alpha=ALPHA)):
-        line = sorted(line, key=lambda row: row["n"])
-        ends[line[0]["samples"]].append((line[-1]["rms"] / line[-1]["bound"]) / (line[0]["rms"] / line[0]["bound"]))
-    texts = [f"{kind} {min(found):.2f} to {max(found):.2f}" for kind, found in ends.items()]
-    text = f"error / bound at {LENGTHS[-1]} tokens beside {LENGTHS[0]}: {', '.join(texts)} times"
-    return judged(max(max(found) for found in ends.values()) <= 1.1, max(ends["independent"]) <= 1.1, ours=text)
+def _over_length(rows: Rows) -> dict[str, list[float]]:
+    """By the kind of samples: error / bound of the longest text beside that of the shortest."""
+    calls = _sampled(pick(rows, what="rows", alpha=ALPHA))
+    found: dict[str, list[float]] = {kind: [] for kind in SAMPLES}
+    for key, errors in curves(calls, "n", over("rms", "bound"), "source", "layer", "samples").items():
+        first, *_, last = errors.values()
+        found[key[-1]].append(last / first)
+    return found
+
+
+def _all_at_most(words: str, limit: float) -> Criterion:
+    return each(words, lambda some: max(some) <= limit)
 
 
 def _name(row: Row) -> str:
     return f"{row['source'].rpartition('/')[2]} {row['layer']}".strip()
 
 
-_LISTS = {"independent": "own", "shared": "shared"}  #: of samples, in tables
-
-
 def _tables(rows: Rows) -> list[Table]:
     calls = sorted(pick(rows, what="rows"), key=lambda row: (_name(row), row["samples"], row["n"], row["alpha"]))
-    lines = [
-        [_name(row), _LISTS[row["samples"]], f"{row['n']}", f"{row['alpha']:g}", f"{row['rate']:.2f}",
-         *(f"{row[name] / row['output']:.3g}" for name in ("rms", "predicted", "other", "bound")),
-         f"{row['z']:+.1f}", f"{row['bound'] / row['rms']:.1f}" if row["rms"] else "", f"{row['worst_mean']:.2f}"]
-        for row in calls
-    ]  # fmt: skip
-    columns = ["layer", "lists", "n", "alpha", "r/d", "rms", "exact", "other", "bound", "z", "bound/rms", "worst"]
-    tokens = [
-        [_name(row), f"{row['r']}", f"{row['rms']:.4g}", f"{row['predicted']:.4g}", f"{row['bound']:.4g}",
-         f"{row['z']:+.1f}", f"{row['worst_mean']:.3f}"]
-        for row in pick(rows, what="token")
-    ]  # fmt: skip
-    cases = [
-        [f"{row['case']}, rounded {row['rounding']}", f"{row['wanted']:.2f}", f"{row['r']}", f"{row['ratio']:.3f}",
-         f"{row['rms_ratio']:.3f}"]
-        for row in pick(rows, what="worst")
-    ]  # fmt: skip
+    shares = {name: over(name, "output") for name in ("rms", "predicted", "other", "bound")}
+    calls = [{**row, **{f"{name} share": of(row) for name, of in shares.items()}} for row in calls]
     return [
-        Table(
+        listing(
             "Rows, beside the root mean square of the output (other: the formula of the other kind of lists; worst: "
-            "the largest mean error / bound)", columns, lines,
+            "the largest mean error / bound)", calls,
+            {"layer": _name, "lists": lambda row: "own" if row["samples"] == "independent" else row["samples"],
+             "n": "{n}", "alpha": "{alpha:g}", "r/d": "{rate:.2f}", "rms": "{rms share:.3g}",
+             "exact": "{predicted share:.3g}", "other": "{other share:.3g}", "bound": "{bound share:.3g}",
+             "z": "{z:+.1f}",
+             "bound/rms": lambda row: f"{row['bound'] / row['rms']:.1f}" if row["rms"] else "",
+             "worst": "{worst_mean:.2f}"},
         ),
-        Table(
-            "One token from r samples, over heads", ["layer", "r", "rms", "exact", "bound", "z", "worst mean/bound"],
-            tokens,
-        ),
-        Table("Where the bound is reached", ["case", "eq. 9", "r", "mean/bound", "rms/bound"], cases),
+        listing("One token from r samples, over heads", pick(rows, what="token"),
+                {"layer": _name, "r": "{r}", "rms": "{rms:.4g}", "exact": "{predicted:.4g}", "bound": "{bound:.4g}",
+                 "z": "{z:+.1f}", "worst mean/bound": "{worst_mean:.3f}"}),
+        listing("Where the bound is reached", pick(rows, what="worst"),
+                {"case": "{case}, rounded {rounding}", "eq. 9": "{wanted:.2f}", "r": "{r}", "mean/bound": "{ratio:.3f}",
+                 "rms/bound": "{rms_ratio:.3f}"}),
     ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     by_alpha, by_length, by_count = panels(figure, 1, 3, size=(4.4, 4.2))
     real = next(row for row in _real(rows) if row["layer"] == "last")["source"]
-    for axes, name, chosen in (
-        (by_alpha, "alpha", pick(rows, what="rows", source=real, layer="last", n=LENGTH)),
-        (by_length, "n", pick(rows, what="rows", source=real, layer="last", alpha=ALPHA)),
-    ):
+    last = pick(rows, what="rows", source=real, layer="last")
+    for axes, name, chosen in ((by_alpha, "alpha", pick(last, n=LENGTH)), (by_length, "n", pick(last, alpha=ALPHA))):
+        found = {of: curves(chosen, name, over(of, "output"), "samples") for of in ("predicted", "rms", "bound")}
         for number, kind in enumerate(SAMPLES):
-            line = sorted(pick(chosen, samples=kind), key=lambda row: row[name])
-            x, look = [row[name] for row in line], style(number)
-            axes.plot(x, [row["predicted"] / row["output"] for row in line], color=look["color"],
-                      label=f"{kind} samples: exact variance")  # fmt: skip
-            axes.plot(x, [row["rms"] / row["output"] for row in line], linestyle="none", label=f"{kind}: measured",
-                      **look)  # fmt: skip
-        axes.plot(x, [row["bound"] / row["output"] for row in line], color="black", linestyle="--",
-                  label="bound of Theorem 2")  # fmt: skip
+            line(axes, found["predicted"][kind], f"{kind} samples: exact variance", color=style(number)["color"])
+            line(axes, found["rms"][kind], f"{kind}: measured", number, linestyle="none")
+        line(axes, found["bound"][kind], "bound of Theorem 2", color="black", linestyle="--")
         axes.axhline(1, color="black", linestyle=":", label="as large as the output")
-        axes.set(xscale="log", yscale="log", ylabel="root mean square error / that of the output")
-        axes.set_xticks(x, [f"{each:g}" for each in x])
-        axes.minorticks_off()
+        axes.set(yscale="log", ylabel="root mean square error / that of the output")
+        log_ticks(axes, list(found["rms"][kind]))
         low, high = axes.get_ylim()
         axes.set_ylim(low, high * 20)
         axes.legend(loc="upper left")
     by_alpha.set(xlabel="alpha", title=f"Rows of the last layer ({real.rpartition('/')[2]}), n = {LENGTH}")
     by_length.set(xlabel="length n [tokens]", title=f"The same, alpha = {ALPHA:g}")
-    for number, source in enumerate(dict.fromkeys(row["source"] for row in pick(rows, what="token"))):
-        line, look = pick(rows, what="token", source=source), style(number + 2)
-        counts, unit, name = [row["r"] for row in line], line[0]["bound"], source.rpartition("/")[2]
-        look["markersize"] = 9 - 4 * number  # they lie upon each other
-        exact, found = ([row[kind] / unit for row in line] for kind in ("predicted", "rms"))
-        by_count.plot(counts, exact, color=look["color"], label=f"{name}: exact variance")
-        by_count.plot(counts, found, linestyle="none", label=f"{name}: measured", **look)
-    by_count.plot(
-        counts, [r**-0.5 for r in counts], color="black", linestyle="--", label="bound of Lemma 1: slope -1/2"
-    )
+    for number, (source, some) in enumerate(grouped(pick(rows, what="token"), "source").items()):
+        look = {**style(number + 2), "markersize": 9 - 4 * number}  # they lie upon each other
+        unit, name = some[0]["bound"], source.rpartition("/")[2]
+        exact, errors = ({row["r"]: row[of] / unit for row in some} for of in ("predicted", "rms"))
+        line(by_count, exact, f"{name}: exact variance", color=look["color"])
+        line(by_count, errors, f"{name}: measured", linestyle="none", **look)
+    root = {r: r**-0.5 for r in distinct(pick(rows, what="token"), "r")}
+    line(by_count, root, "bound of Lemma 1: slope -1/2", color="black", linestyle="--")
     by_count.set(
         xscale="log", yscale="log", xlabel="samples r of one token", title="One token",
         ylabel="root mean square error / (|x| |W|)", ylim=(None, 8),
@@ -250,75 +208,60 @@ def _draw(rows: Rows, figure: Figure) -> None:
 
 
 STUDY = Study(
-    name="mca-bounds",
-    title="Errors of sampled values: as measured, as their variance predicts them, and the bounds",
-    paper="mca",
-    where="Lemma 1, Theorem 2",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="mca-bounds", title="Errors of sampled values: as measured, as their variance predicts them, and the bounds",
+    paper="mca", where="Lemma 1, Theorem 2", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("seeds", "model"),
     claims=(
-        Claim(
-            "lemma", "Lemma 1, eq. 7",
-            "the mean error of a token projected from r samples is at most |x| |W| / sqrt(r)",
-            "E|H - xW| <= |x| |W| / sqrt(r)",
-            f"no head of either layer above its bound by more than {LIMIT} standard errors of the mean, at any r",
-            _lemma,
-        ),
-        Claim(
-            "slope", "eq. 7", "the error falls with the square root of the samples", "|x| |W| / sqrt(r)",
-            "slope of log error against log r, r = 4 to 256: -0.55 to -0.45", _slope,
-        ),
-        Claim(
-            "variance", "supplement, eqs. 1 to 3", "the mean square error of a token is (|x|^2 |W|^2 - |xW|^2) / r",
-            "equality",
-            f"tokens, and rows by the sums that follow from it for independent and for shared samples, all within "
-            f"{LIMIT} standard errors of the measured mean square; same shape: tokens only", _variance,
-        ),
-        Claim(
-            "theorem", "Theorem 2, eq. 10", "the mean error of a row is at most alpha beta |W|", "alpha beta |W|",
-            "the measured mean of every row of every call is within its bound", _theorem,
-        ),
-        Claim(
-            "tail", "Theorem 2, eq. 11", "the error is within the bound / delta with probability 1 - delta",
-            "share beyond it <= delta", "in every row of every call, for delta = 0.5, 0.1 and 0.01", _tail,
-        ),
-        Claim(
-            "rounding", "eq. 9", "with r = (n max A / alpha)^2 the bound holds",
-            "sqrt(r) = n max A / alpha, a real number",
-            "in the worst cases for the bound, r rounded up and r rounded down both stay within it; same shape: only "
-            "rounded up", _rounding,
-            otherwise="The equation gives a real number and does not say how to round it. Rounded up, every row keeps "
-            "its bound, and eight equal tokens with shared samples reach it exactly. Rounded down, a token that asks "
-            "for 1.99 samples gets one, and errs by sqrt(1.99) times its bound. This library rounds up.",
-        ),
-        Claim(
-            "tight", "section 3", "the bounds are tight", "guarantees tight error bounds",
-            "on the model's layers, at the paper's alphas, the bound is at most 2 times the measured error; same "
-            "shape: at most 10 times", _tight,
-            otherwise="The bound cannot be improved for every input: equal tokens that are read alike reach it with "
-            "shared samples. In real layers it is far from the error, and larger than the output itself. It adds up "
-            "the tokens' errors where independent ones average out, it takes each weight to be the largest that "
-            "any query gives to the token, and it charges tokens that are projected exactly.",
-        ),
-        Claim(
-            "linear", "eq. 9", "alpha scales the error bound linearly, and the error with it", "bound ~ alpha^1",
-            "exponent of the measured error against alpha 0.8 to 1.2 in every layer, n = 128, alphas of the paper; "
-            "same shape: the error grows with each alpha", _linear,
-            otherwise="The bound is proportional to alpha by definition; the error need not be. With a larger alpha "
-            "fewer tokens reach r = d, where they are exact, so that the error can grow faster than alpha; and r is at "
-            "least 1, so that it can grow more slowly.",
-        ),
-        Claim(
-            "length", "section 3, eq. 10", "the bound is free of the input's length, and the error does not grow",
-            "bounds independent of the input length",
-            f"error / bound at alpha = {ALPHA:g} and 256 tokens at most 1.1 times that at 32, for both kinds of "
-            "samples; same shape: for independent ones", _length,
-            otherwise="The bound does not depend on the length. The error stays below it at every length, but nothing "
-            "keeps it from moving there: of a short text most tokens are projected exactly, of a long one few are, "
-            "and with shared samples the errors of the others add up instead of averaging out.",
-        ),
+        Claim("lemma", "Lemma 1, eq. 7",
+              "the mean error of a token projected from r samples is at most |x| |W| / sqrt(r)",
+              "E|H - xW| <= |x| |W| / sqrt(r)", judge=Judge(
+                  lambda rows: {of: _largest(pick(rows, what="token"), of) for of in ("worst_mean", "excess")},
+                  at_most(LIMIT, " standard errors").of("excess"), shows=lambda found: (
+                      f"at most {found['worst_mean']:.3f} of the bound ({found['excess']:+.1f} standard errors), r = "
+                      f"{COUNTS[0]} to {COUNTS[-1]}"), of="mean error above its bound, in every head, at any r")),
+        Claim("slope", "eq. 7", "the error falls with the square root of the samples", "|x| |W| / sqrt(r)", judge=Judge(
+            lambda rows: {source: power(curve([row for row in some if row["r"] >= 4], "r", "rms"))
+                          for source, some in grouped(pick(rows, what="token"), "source").items()},
+            within(-0.55, -0.45), shows="{key} {value:.3f}", of="slope of log error against log r, r = 4 to 256")),
+        Claim("variance", "supplement, eqs. 1 to 3", "the mean square error of a token is (|x|^2 |W|^2 - |xW|^2) / r",
+              "equality", judge=Judge(
+                  _off, _all_at_most(f"within {LIMIT} standard errors of the measured mean square, for tokens, and for "
+                                     "rows by the sums that follow from it, for independent and for shared samples",
+                                     LIMIT).of("errors"),
+                  Criterion("for tokens only", lambda found: max(found["errors"]["tokens"]) <= LIMIT), _far)),
+        Claim("theorem", "Theorem 2, eq. 10", "the mean error of a row is at most alpha beta |W|", "alpha beta |W|",
+              judge=Judge(lambda rows: [row["worst_mean"] for row in pick(rows, what="rows")], at_most(1),
+                          shows=lambda found: f"worst row of {len(found)} calls: {max(found):.2f} of its bound",
+                          of="measured mean / bound, in every row of every call")),
+        Claim("tail", "Theorem 2, eq. 11", "the error is within the bound / delta with probability 1 - delta",
+              "share beyond it <= delta", judge=Judge(
+                  _tails, Criterion("in every row of every call, for delta = 0.5, 0.1 and 0.01",
+                                    lambda found: all(share <= delta for delta, (share, _) in found.items())),
+                  shows=lambda found: "worst row beyond bound / delta (/ sqrt delta): "
+                  + listed(found, "delta {key:g}: {value[0]:.1%} ({value[1]:.1%})"))),
+        Claim("rounding", "eq. 9", "with r = (n max A / alpha)^2 the bound holds",
+              "sqrt(r) = n max A / alpha, a real number", judge=Judge(
+                  _rounded, each("in the worst cases for the bound, r rounded up and r rounded down stay within it",
+                                 lambda some: max(some.values()) <= 1 + 1e-6),
+                  at_most(1 + 1e-6).of("up", "where r is rounded up"), lambda found: (
+                      f"worst cases, root mean square / bound: rounded up {found['up']['rms_ratio']:.3f}, down "
+                      f"{found['down']['rms_ratio']:.3f}"))),
+        Claim("tight", "section 3", "the bounds are tight", "guarantees tight error bounds", judge=Judge(
+            _loose, at_most(2).of("rms"), at_most(10).of("rms"), lambda found: (
+                f"bound / error {min(found['rms']):.1f} to {max(found['rms']):.0f}; bound / output "
+                f"{min(found['output']):.1f} to {max(found['output']):.0f}"),
+            of="bound / measured error on the model's layers, at the paper's alphas")),
+        Claim("linear", "eq. 9", "alpha scales the error bound linearly, and the error with it", "bound ~ alpha^1",
+              judge=Judge(_over_alpha, exponent(0.8, 1.2), rises("alpha"), lambda found: (
+                  "error ~ alpha^p, p = {:.2f} to {:.2f}".format(*ends(map(power, found.values())))),
+                  of="measured error in every layer, n = 128, alphas of the paper")),
+        Claim("length", "section 3, eq. 10", "the bound is free of the input's length, and the error does not grow",
+              "bounds independent of the input length", judge=Judge(
+                  _over_length, _all_at_most("at most 1.1 for both kinds of samples", 1.1),
+                  at_most(1.1).of("independent", "for independent ones"), lambda found: (
+                      f"error / bound at {LENGTHS[-1]} tokens beside {LENGTHS[0]}: "
+                      + ", ".join(f"{kind} {min(some):.2f} to {max(some):.2f}" for kind, some in found.items())
+                      + " times"),
+                  of=f"error / bound at alpha = {ALPHA:g} and 256 tokens / that at 32")),
     ),
 )  # fmt: skip

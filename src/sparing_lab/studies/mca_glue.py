@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.workbench.estimate import Estimate
-from sparing_lab.report.figure import PAPER, panels, style
+from sparing_lab.figure import PAPER, Figure, legends, level, panels, style
+from sparing_lab.papers import numbers
+from sparing_lab.studies import _mca_glue as judges
 from sparing_lab.studies._mca import (
     ALPHAS,
     METHODS,
@@ -21,28 +22,11 @@ from sparing_lab.studies._mca import (
     reads_out,
     train_of,
 )
-from sparing_lab.studies._mca_glue import (  # fmt: skip
-    Case,
-    baselines,
-    cap,
-    cases,
-    differ,
-    distil,
-    falls,
-    losses,
-    mean_reduction,
-    own,
-    printed,
-    score,
-    shared,
-    works,
-)
-from sparing_lab.studies._mca_tables import PAPER_TABLES, WEIGHTS
-from sparing_lab.studies.study import Cell, Claim, Row, Rows, Settings, Study, Table
+from sparing_lab.studies._mca_glue import cases, paper_line, score, works
+from sparing_lab.studies.rows import Cell, Row, Rows
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import glue
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SEEDS = {"small": 3, "paper": 128}
 MOST = 128  #: documents of a task with a score, at small scale
@@ -91,7 +75,7 @@ def _tasks(settings: Settings) -> list[dict[str, Any]]:
         for name in (task.name, *(("MNLI-mm",) if task.name == "MNLI" and glue.TASKS["MNLI-mm"] in given else ())):
             add(subject.name, own, name)
     elif tuned:
-        for family, ids in WEIGHTS.items():
+        for family, ids in numbers("mca", "weights").items():
             for task in given or [glue.TASKS["CoLA"]]:  # whose file the error names
                 add(family, ids[task.name.removesuffix("-mm")], task.name)
     else:
@@ -119,28 +103,31 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return {"scores": scores, "work": None if work is None else asdict(work)}
 
 
+_READINGS = {"padded": "n = 128", "tokens": "n = tokens"}
+
+
 def _tables(rows: Rows) -> list[Table]:
     scored = []
     for case in cases(rows):
         exact = score(rows, case, "exact")
-        assert exact is not None
-        theirs = _line(case)
+        theirs = paper_line(case.family, case.task, case.metric)
         if theirs is not None:
-            scored.append([str(case), "the paper's", f"{theirs[0]:.2f}", *(f"{value:.2f}" for value in theirs[1:])])
-        for reading, words in (("padded", "n = 128"), ("tokens", "n = tokens")):
+            scored.append([str(case), "the paper's", *(f"{value:.2f}" for value in theirs)])
+        for reading, words in _READINGS.items():
             for method in METHODS:
                 found = [score(rows, case, method, alpha, reading) for alpha in ALPHAS]
-                if any(found):
+                if any(found) and exact is not None:
                     scored.append([str(case), f"{method}, {words}", f"{100 * exact.mean:.2f}", *map(_plus, found)])
-    counted = [
-        [task, f"{alpha:g}", f"{SLOTS / work.padding:.1f}", _times(printed(family, task, alpha)),
-         *map(_times, (work.paper, work.padding, work.real, work.weighed, work.paper_weighed, work.layer))]
-        for alpha in ALPHAS for (family, task), work in works(rows, alpha).items()
-    ]  # fmt: skip
-    other = [
-        [task, f"{alpha:g}", *map(_times, (work.paper, work.real, work.weighed, work.layer))]
-        for alpha in ALPHAS for (_, task), work in works(rows, alpha, "tokens").items()
-    ]  # fmt: skip
+    counted, other = [], []
+    for number, alpha in enumerate(ALPHAS):
+        for (family, task), work in works(rows, alpha).items():
+            printed = paper_line(family, task, "flops")
+            saved = (work.paper, work.padding, work.real, work.weighed, work.paper_weighed, work.layer)
+            theirs_x = "" if printed is None else f"{printed[number]:.2f}x"
+            counted.append([task, f"{alpha:g}", f"{SLOTS / work.padding:.1f}", theirs_x, *(f"{x:.2f}x" for x in saved)])
+        for (_, task), work in works(rows, alpha, "tokens").items():
+            saved_ = (work.paper, work.real, work.weighed, work.layer)
+            other.append([task, f"{alpha:g}", *(f"{x:.2f}x" for x in saved_)])
     heads = [f"alpha {alpha:g}" for alpha in ALPHAS]
     names = ["task", "alpha", "tokens", "paper's", "its count", "padding", "valid", "and A H", "padded, A H", "layer"]
     return [
@@ -150,160 +137,78 @@ def _tables(rows: Rows) -> list[Table]:
     ]  # fmt: skip
 
 
-def _line(case: Case) -> Sequence[float] | None:
-    line = PAPER_TABLES.get(case.family, PAPER_TABLES["BERT"]).get(case.task)
-    return None if line is None else line.results.get(case.metric)
-
-
 def _plus(found: Estimate | None) -> str:
     if found is None:
         return ""
     return f"{100 * found.mean:.2f}" + ("" if found.high is None else f" ±{100 * (found.high - found.mean):.1f}")
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
-
-
 def _draw(rows: Rows, figure: Figure) -> None:
     left, right = panels(figure, 1, 2, size=(5.4, 4.2))
-    shown = cases(rows)[:1]
-    for case in shown:
+    for case in cases(rows)[:1]:
         exact = score(rows, case, "exact")
-        assert exact is not None
-        left.axhline(100 * exact.mean, color="black", linewidth=1, label="exact")
+        level(left, math.nan if exact is None else 100 * exact.mean, linewidth=1, label="exact")
         for number, method in enumerate(METHODS):
-            for reading, line in (("padded", "-"), ("tokens", ":")):
+            for (reading, words), dash in zip(_READINGS.items(), ("-", ":"), strict=True):
                 found = [score(rows, case, method, alpha, reading) for alpha in ALPHAS]
-                if not any(found):
-                    continue
-                means = [100 * (math.nan if x is None else x.mean) for x in found]
-                halves = [0.0 if x is None or x.high is None else 100 * (x.high - x.mean) for x in found]
-                words = "n = 128" if reading == "padded" else "n = tokens"
-                left.errorbar(
-                    ALPHAS, means, halves, capsize=2, linestyle=line, label=f"{method}, {words}", **style(number)
-                )
-        theirs = _line(case)
+                if any(found):
+                    means = [100 * (math.nan if x is None else x.mean) for x in found]
+                    halves = [0.0 if x is None or x.high is None else 100 * (x.high - x.mean) for x in found]
+                    left.errorbar(ALPHAS, means, halves, capsize=2, linestyle=dash, label=f"{method}, {words}",
+                                  **style(number))  # fmt: skip
+        theirs = paper_line(case.family, case.task, case.metric)
         if theirs is not None:
             left.plot(ALPHAS, theirs[1:], **PAPER, label="the paper's (tuned BERT)")
         left.set(title=str(case), xlabel="alpha", ylabel="score x 100", xticks=ALPHAS)
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     bars = works(rows, 0.2)
-    places = range(len(bars))
-    right.bar(
-        places, [work.paper for work in bars.values()], color=style(0)["color"], label="counted as the paper does"
-    )
-    right.bar(
-        places, [work.padding for work in bars.values()], color=style(4)["color"], width=0.5, label="padding alone"
-    )
-    for place, (family, task) in zip(places, bars, strict=True):
-        theirs_x = printed(family, task, 0.2)
-        if theirs_x is not None:
-            right.plot([place], [theirs_x], **PAPER, label="the paper's" if place == 0 else None)
-    right.axhline(1, color="black", linewidth=0.8)
+    for of, colour, width, label in (
+        ("paper", 0, 0.8, "counted as the paper does"),
+        ("padding", 4, 0.5, "padding alone"),
+    ):
+        heights = [getattr(work, of) for work in bars.values()]
+        right.bar(range(len(bars)), heights, color=style(colour)["color"], width=width, label=label)
+    for place, (family, task) in enumerate(bars):
+        printed = paper_line(family, task, "flops")
+        if printed is not None:
+            right.plot([place], [printed[0]], **PAPER, label="the paper's" if place == 0 else None)
+    level(right, 1)
     right.set(ylabel="FLOPs saved (times)", title="alpha = 0.2, n = 128")
-    right.set_xticks(list(places), [f"{task}\n{SLOTS / work.padding:.0f} tokens" for (_, task), work in bars.items()])
+    names = [f"{task}\n{SLOTS / work.padding:.0f} tokens" for (_, task), work in bars.items()]
+    right.set_xticks(range(len(bars)), names)
     right.tick_params(axis="x", labelsize=8)
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    legends([left], 2, 0.16)
+    legends([right], 3, 0.16)
 
-
-_NOISE = (
-    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell scores apart by a few points only, and classes "
-    "of SST-2 are read out of MiniLM's embedding by least squares, not tuned; --scale paper has the paper's models."
-)
 
 STUDY = Study(
-    name="mca-glue",
-    title="GLUE with sampled value projections: scores, FLOPs saved, and how much of that is padding",
-    paper="mca",
-    where="tables 1 and 2",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="mca-glue", title="GLUE with sampled value projections: scores, FLOPs saved, and how much of that is padding",
+    paper="mca", where="tables 1 and 2", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("data", "seeds", "model"),
     claims=(
-        Claim(
-            "reduction-0.2", "section 4, table 1", "alpha = 0.2 saves 4.64 times the FLOPs, the mean of all tests",
-            "4.64x (4.78x over its nine tasks)",
-            "counted its way, the mean over the tasks that are given is within 10 % of its own for the same tasks; "
-            "same shape: most tasks within 25 %", mean_reduction(0.2),
-        ),
-        Claim(
-            "reduction-0.4", "section 4, table 1", "alpha = 0.4 saves 5.72 times the FLOPs, the mean of all tests",
-            "5.72x (5.75x over its nine tasks)", "as for 0.2", mean_reduction(0.4),
-            otherwise="The model is another one here: a layer whose attention is spread more evenly samples more of "
-            "its tokens. Where the tasks' tuned weights are given (--scale paper) it is the paper's own.",
-        ),
-        Claim(
-            "own", "section 4", "what is saved at alpha = 0.2 is the method's doing", "2.50x to 11.44x",
-            "at least half of each saving, as a factor (in logarithms), is left on valid tokens; same shape: of one",
-            own,
-            otherwise="All inputs are padded to 128 tokens, and padding needs no samples: it counts as saved. Whoever "
-            "takes out the padding has most of the saving without the method, with exact results.",
-        ),
-        Claim(
-            "differ", "section 4", "savings differ between tasks because attention is sparser in some (a conjecture)",
-            "11.44x against 2.50x",
-            "between the tasks that save most and least, at least half of the factor is there on valid tokens; same "
-            "shape: a tenth of it", differ,
-            otherwise="The tasks differ in length, and most of the factor is padding: the fewer tokens, the more "
-            "attention each of them gets, and the more samples.",
-        ),
-        Claim(
-            "negligible", "section 4", "alpha = 0.2 costs a negligible loss",
-            "BERT at most 0.9 points (RTE); DistilBERT WNLI 1.9",
-            "independent samples, n = 128: at most 1 point in each score, by its interval over seeds; same shape: the "
-            "mean, in most", losses(0.2),
-            otherwise=_NOISE,
-        ),
-        Claim(
-            "loss-0.4", "section 4", "alpha = 0.4 costs at most 1 % accuracy in all cases",
-            "<= 1 %; its table has STS-B -5.4 and -6.6, RTE -2.2, QNLI -1.3",
-            "as for 0.2", losses(0.4),
-            otherwise="The paper's own table has losses of up to 6.6 points at 0.4. " + _NOISE,
-        ),
-        Claim(
-            "falls", "section 4", "the larger alpha, the lower the score", "for example SST-2 92.3, 92.0, 91.2, 80.7",
-            "in each score, alpha = 1 below alpha = 0.2 by more than the intervals, and no step up by more than 1 "
-            "point; same shape: no such step in most", falls,
-            otherwise="Where alpha for n = 128 leaves most tokens of a short sentence exact, seeds and documents do "
-            "not tell its scores apart. " + _NOISE,
-        ),
-        Claim(
-            "tokens", "eq. 9", "alpha = 0.2 costs a negligible loss where n is the number of tokens, too",
-            "n is the length of the sequence",
-            "as for 'negligible', with n = tokens",
-            losses(0.2, "tokens"), ours=True,
-            otherwise="The paper's runs had n = 128 for every sentence. With n counting the tokens that are there, the "
-            "same alpha asks for (128 / n)^2 times fewer samples: alpha says nothing without the n that it is for.",
-        ),
-        Claim(
-            "shared", "eq. 5; the authors' code", "one list of samples for all tokens does as well as a list for each",
-            "its code shares them", "at alpha = 0.4 shared samples lose at most 1 point more in each score", shared,
-            ours=True,
-            otherwise="Both have the same error for a single token. Shared samples make the same error in all tokens "
-            "of a head, which attention adds up; independent errors average out.",
-        ),
-        Claim(
-            "baselines", "section 3", "samples are a good use of the work: sampling beats doing without it",
-            "not compared",
-            "over all scores, alphas and both readings of n, sampling loses no more than taking the mean of all tokens "
-            "in most settings, and no more than leaving tokens out in most; same shape: the latter", baselines,
-            ours=True,
-            otherwise="For the same work, tokens that get much attention can be projected exactly, and the others be "
-            "replaced by their mean. A sampled token with few samples has an error as large as itself.",
-        ),
-        Claim(
-            "cap", "section 4", "the savings hold for the FLOPs of A X W, A H included", "up to 18.38x",
-            "with A H counted, at n = 128 and alpha = 1, at least 90 % of each saving is left; by arithmetic "
-            "none above 1 + d / n can be", cap,
-            otherwise="A H is as it was, so that counting it limits the saving to 1 + d / n: 7.0x for BERT at 128. "
-            "The paper's figures above that leave it out.",
-        ),
-        Claim(
-            "distil", "table 2", "DistilBERT saves as much as BERT", "for example SST-2 5.60x and 5.58x",
-            "at alpha = 0.2 at most 15 % apart in each task; same shape: 50 %", distil,
-        ),
+        Claim("reduction-0.2", "section 4, table 1", "alpha = 0.2 saves 4.64 times the FLOPs, the mean of all tests",
+              "4.64x (4.78x over its nine tasks)", judge=judges.mean_reduction(0.2)),
+        Claim("reduction-0.4", "section 4, table 1", "alpha = 0.4 saves 5.72 times the FLOPs, the mean of all tests",
+              "5.72x (5.75x over its nine tasks)", judge=judges.mean_reduction(0.4)),
+        Claim("own", "section 4", "what is saved at alpha = 0.2 is the method's doing", "2.50x to 11.44x",
+              judge=judges.own),
+        Claim("differ", "section 4", "savings differ between tasks because attention is sparser in some (a conjecture)",
+              "11.44x against 2.50x", judge=judges.differ),
+        Claim("negligible", "section 4", "alpha = 0.2 costs a negligible loss",
+              "BERT at most 0.9 points (RTE); DistilBERT WNLI 1.9", judge=judges.losses(0.2)),
+        Claim("loss-0.4", "section 4", "alpha = 0.4 costs at most 1 % accuracy in all cases",
+              "<= 1 %; its table has STS-B -5.4 and -6.6, RTE -2.2, QNLI -1.3", judge=judges.losses(0.4)),
+        Claim("falls", "section 4", "the larger alpha, the lower the score", "for example SST-2 92.3, 92.0, 91.2, 80.7",
+              judge=judges.falls),
+        Claim("tokens", "eq. 9", "alpha = 0.2 costs a negligible loss where n is the number of tokens, too",
+              "n is the length of the sequence", judge=judges.losses(0.2, "tokens"), ours=True),
+        Claim("shared", "eq. 5; the authors' code",
+              "one list of samples for all tokens does as well as a list for each", "its code shares them",
+              judge=judges.shared, ours=True),
+        Claim("baselines", "section 3", "samples are a good use of the work: sampling beats doing without it",
+              "not compared", judge=judges.baselines, ours=True),
+        Claim("cap", "section 4", "the savings hold for the FLOPs of A X W, A H included", "up to 18.38x",
+              judge=judges.cap),
+        Claim("distil", "table 2", "DistilBERT saves as much as BERT", "for example SST-2 5.60x and 5.58x",
+              judge=judges.distil),
     ),
 )  # fmt: skip

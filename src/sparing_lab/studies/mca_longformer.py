@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,29 +15,23 @@ from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.models import Subject, load
 from sparing.workbench.outputs import digest
 from sparing.workbench.prepare import extended
-from sparing_lab.report.figure import PAPER, panels, style
-from sparing_lab.studies._mca import ALPHAS, METHODS, TOPICS, Work
+from sparing_lab.figure import PAPER, Figure, line, panels, style
+from sparing_lab.papers import numbers
+from sparing_lab.studies._mca import ALPHAS, METHODS, TOPICS, ProjectionWork
 from sparing_lab.studies._mca_longformer import compare, run
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Criterion, Judge, at_least, each, listed, rises
+from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, mean, pick
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import articles
 from sparing_lab.tasks.longformer import from_bert
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WINDOW = 256
 MOST, TOKENS = 3, 768  #: documents, and tokens of each, at small scale
 LONGEST = 4096  #: tokens that the paper's model reads
 SEEDS = {"small": 1, "paper": 128}
 
-#: Table 3: FLOPs reductions, and accuracies with that of the exact model first. HND's F1 line has 11.30 at alpha = 1.
-REDUCTIONS = {
-    "AAPD": (3.44, 4.45, 6.22, 9.83), "HND": (5.32, 6.81, 7.93, 11.81), "IMDB": (3.67, 5.06, 7.50, 11.30),
-}  # fmt: skip
-ACCURACIES = {
-    "AAPD": (74.81, 74.70, 72.21, 69.68, 66.87), "HND": (80.33, 80.18, 78.73, 74.23, 70.36),
-    "IMDB": (89.11, 89.05, 84.10, 81.17, 75.11),
-}  # fmt: skip
+REDUCTIONS = numbers("mca", "table 3")["flops"]
 
 
 # What is run.
@@ -88,9 +81,9 @@ def _tasks(settings: Settings) -> list[dict[str, Any]]:
 
 def _own(name: str, names: Sequence[str]) -> str:
     """The collection that a classifier was made for, by the end of its name."""
-    for each in articles.COLLECTIONS.values():
-        if name.lower().endswith((each.name, each.title.lower())):
-            return each.title
+    for known in articles.COLLECTIONS.values():
+        if name.lower().endswith((known.name, known.title.lower())):
+            return known.title
     if len(names) == 1:
         return names[0]
     raise ValueError(
@@ -154,125 +147,107 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 # What the rows say.
 
 
-def _mean(rows: Rows, name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
-
-
 def _saved(rows: Rows, kind: str, values: str = "all") -> float:
-    """A reduction of `Work`, over seeds."""
-    return sum(getattr(Work(**row[values]), kind) for row in rows) / len(rows)
+    """A reduction of `ProjectionWork`, over seeds."""
+    return mean(rows, lambda row: getattr(ProjectionWork(**row[values]), kind))
 
 
-def _lines(rows: Rows, **wanted: Any) -> dict[str, list[list[Row]]]:
-    """By task, for each alpha, the seeds."""
-    tasks = dict.fromkeys(row["task"] for row in rows)
-    return {task: [pick(rows, task=task, alpha=alpha, **wanted) for alpha in ALPHAS] for task in tasks}
+def _lines(rows: Rows, counts: str = "length", attention: str = "window", method: str = "independent") -> Any:
+    """By task and alpha, the seeds."""
+    mine = pick(rows, attention=attention, counts=counts, method=method)
+    return {task: {alpha: pick(some, alpha=alpha) for alpha in ALPHAS} for task, some in grouped(mine, "task").items()}
+
+
+def _reductions(rows: Rows, counts: str = "length", attention: str = "window") -> dict[str, dict[float, float]]:
+    """By task and alpha, counted as in the paper."""
+    lines = _lines(rows, counts, attention)
+    return {task: {alpha: _saved(seeds, "paper") for alpha, seeds in some.items()} for task, some in lines.items()}
 
 
 def _loss(rows: Rows) -> float:
     """Of accuracy (or F1) where there is a classifier, else 1 - cosine."""
     if "scores" not in rows[0]:
-        return _mean(rows, "change")
+        return mean(rows, "change")
     name = "accuracy" if "accuracy" in rows[0]["scores"] else "f1"
-    return sum(row["scores"][f"exact_{name}"] - row["scores"][name] for row in rows) / len(rows)
+    return mean(rows, lambda row: row["scores"][f"exact_{name}"] - row["scores"][name])
 
 
-def _grows(rows: Rows) -> Judgement:
-    found = {
-        (task, counts): [_saved(seeds, "paper") for seeds in line]
-        for counts in ("length", "visible")
-        for task, line in _lines(rows, attention="window", counts=counts, method="independent").items()
-    }
-    grow = {key: all(a < b for a, b in pairwise(line)) for key, line in found.items()}
-    texts = [
-        f"{task} {line[0]:.2f}x to {line[-1]:.2f}x" for (task, counts), line in found.items() if counts == "length"
-    ]
-    return judged(all(grow.values()), ours=", ".join(texts))
+def _losses(rows: Rows) -> dict[str, list[float]]:
+    """By task, over alpha."""
+    return {task: [_loss(seeds) for seeds in some.values()] for task, some in _lines(rows).items()}
 
 
-def _three(rows: Rows) -> Judgement:
-    least = {
-        counts: min(
-            _saved(line[0], "paper")
-            for line in _lines(rows, attention="window", counts=counts, method="independent").values()
-        )
-        for counts in ("length", "visible")
-    }
-    ours = f"at least {least['length']:.2f}x; {least['visible']:.2f}x with the keys that a token sees for n"
-    return judged(least["length"] >= 3, least["visible"] >= 3, ours=ours)
+def _both(rows: Rows) -> dict[str, dict[str, dict[float, float]]]:
+    return {counts: _reductions(rows, counts) for counts in ("length", "visible")}
 
 
-def _table(rows: Rows) -> Judgement:
-    lines = _lines([row for row in rows if row["task"] in REDUCTIONS], attention="window", method="independent",
-                   counts="length")  # fmt: skip
-    if not lines:
-        return not_run("needs --data with imdb, hyperpartisan or aapd")
-    whole, shape, texts = True, True, []
-    for task, line in lines.items():
-        ours, paper = [_saved(seeds, "paper") for seeds in line], REDUCTIONS[task]
-        whole &= all(0.75 <= a / b <= 1.33 for a, b in zip(ours, paper, strict=True))
-        shape &= 0.5 <= (ours[-1] / ours[0]) / (paper[-1] / paper[0]) <= 2
-        texts.append(f"{task} {', '.join(f'{x:.2f}' for x in ours)}")
-    return judged(whole, shape, ours="; ".join(texts))
+def _least(rows: Rows) -> dict[str, float]:
+    """By what n is: the least reduction at alpha = 0.2."""
+    return {counts: min(some[0.2] for some in found.values()) for counts, found in _both(rows).items()}
 
 
-def _small_loss(rows: Rows) -> Judgement:
-    lines = _lines(rows, attention="window", counts="length", method="independent")
-    losses = {task: _loss(line[0]) for task, line in lines.items()}
-    if all("scores" in row for row in pick(rows, attention="window")):
-        return judged(max(losses.values()) <= 0.01, ours=", ".join(f"{t} {100 * x:+.2f}" for t, x in losses.items()))
-    ours = ", ".join(f"{task} {1 - loss:.4f}" for task, loss in losses.items())
-    return judged(False, max(losses.values()) <= 0.01, ours=f"no classifier; cosine of the embedding {ours}")
-
-
-def _trade(rows: Rows) -> Judgement:
-    lines = _lines(rows, attention="window", counts="length", method="independent")
-    found = {task: [_loss(seeds) for seeds in line] for task, line in lines.items()}
-    every = all(a <= b for line in found.values() for a, b in pairwise(line))
-    ends = all(line[0] < line[-1] for line in found.values())
-    texts = [f"{task} {', '.join(f'{x:.2g}' for x in line)}" for task, line in found.items()]
-    return judged(every and ends, ends, ours=f"loss at alpha {', '.join(map(str, ALPHAS))}: {'; '.join(texts)}")
-
-
-def _composes(rows: Rows) -> Judgement:
-    full = _lines(pick(rows, attention="full"), method="independent")
+def _beside_full(rows: Rows) -> dict[str, float]:
+    """By what n is: the least reduction on valid tokens beside that with full attention."""
+    full = _lines(rows, attention="full")
     if not full:
-        return not_run("a Longformer has no full attention to compare with")
-    least = {}
+        return {}
+    found = {}
     for counts in ("length", "visible"):
-        windowed = _lines(rows, attention="window", counts=counts, method="independent")
-        least[counts] = min(
-            _saved(a, "real", "local") / _saved(b, "real", "local")
-            for task, line in full.items() for b, a in zip(line, windowed[task], strict=True)
+        windowed = _lines(rows, counts)
+        found[counts] = min(
+            _saved(windowed[task][alpha], "real", "local") / _saved(seeds, "real", "local")
+            for task, some in full.items() for alpha, seeds in some.items()
         )  # fmt: skip
-    ours = (
-        f"reduction / that with full attention: at least {least['length']:.2f}; {least['visible']:.2f} with the keys "
-    )
-    return judged(least["length"] >= 0.8, least["visible"] >= 0.8, ours=ours + "that a token sees for n")
+    return found
 
 
-_SHORT = {("window", "length"): "window", ("window", "visible"): "seen", ("full", "length"): "full"}
+def _of_paper(rows: Rows) -> dict[str, dict[float, float]]:
+    return _reductions([row for row in rows if row["task"] in REDUCTIONS])
+
+
+def _quarter(found: dict[str, dict[float, float]]) -> bool:
+    pairs = [pair for task, some in found.items() for pair in zip(some.values(), REDUCTIONS[task], strict=True)]
+    return all(0.75 <= ours / paper <= 1.33 for ours, paper in pairs)
+
+
+def _growth(found: dict[str, dict[float, float]]) -> bool:
+    growths = [(some[1.0] / some[0.2]) / (REDUCTIONS[task][-1] / REDUCTIONS[task][0]) for task, some in found.items()]
+    return all(0.5 <= growth <= 2 for growth in growths)
+
+
+def _first_loss(rows: Rows) -> dict[str, Any]:
+    scored = all("scores" in row for row in pick(rows, attention="window"))
+    return {"scored": scored, "losses": {task: some[0] for task, some in _losses(rows).items()}}
+
+
+def _kept(found: dict[str, Any]) -> str:
+    if found["scored"]:
+        return ", ".join(f"{task} {100 * loss:+.2f}" for task, loss in found["losses"].items())
+    cosines = {task: 1 - loss for task, loss in found["losses"].items()}
+    return f"no classifier; cosine of the embedding {listed(cosines, '{key} {value:.4f}')}"
+
+
+def _small(found: dict[str, Any]) -> bool:
+    return max(found["losses"].values()) <= 0.01
 
 
 def _tables(rows: Rows) -> list[Table]:
+    names = {("window", "length"): "window", ("window", "visible"): "seen", ("full", "length"): "full"}
     columns = ["attention", "method", "alpha", "r/d", "paper's", "padding", "values", "with AH", "loss",
                "same next", "Table 3"]  # fmt: skip
     tables = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        mine = pick(rows, task=task)
-        plans = dict.fromkeys((row["attention"], row["counts"], row["method"]) for row in mine)
+    for task, mine in grouped(rows, "task").items():
         lines = []
-        for attention, counts, method in plans:
-            for number, alpha in enumerate(ALPHAS):
-                some = pick(mine, attention=attention, counts=counts, method=method, alpha=alpha)
-                printed = task in REDUCTIONS and (attention, counts, method) == ("window", "length", "independent")
-                kept = f"{_mean(some, 'neighbours'):.0%}" if "neighbours" in some[0] else ""
+        for (attention, counts, method), plan in grouped(mine, "attention", "counts", "method").items():
+            printed = task in REDUCTIONS and (attention, counts, method) == ("window", "length", "independent")
+            for number, (alpha, some) in enumerate((alpha, pick(plan, alpha=alpha)) for alpha in ALPHAS):
                 lines.append([
-                    _SHORT[attention, counts], "own" if method == "independent" else method, f"{alpha:g}",
+                    names[attention, counts], "own" if method == "independent" else method, f"{alpha:g}",
                     f"{1 / _saved(some, 'real', 'local'):.3f}",
                     *(f"{_saved(some, kind):.2f}x" for kind in ("paper", "padding")),
-                    *(f"{_saved(some, kind, 'local'):.2f}x" for kind in ("real", "weighed")),
-                    f"{_loss(some):.4f}", kept, f"{REDUCTIONS[task][number]:.2f}x" if printed else "",
+                    *(f"{_saved(some, kind, 'local'):.2f}x" for kind in ("real", "weighed")), f"{_loss(some):.4f}",
+                    f"{mean(some, 'neighbours'):.0%}" if "neighbours" in some[0] else "",
+                    f"{REDUCTIONS[task][number]:.2f}x" if printed else "",
                 ])  # fmt: skip
         first = mine[0]
         title = (
@@ -286,25 +261,19 @@ def _tables(rows: Rows) -> list[Table]:
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    tasks = distinct(rows, "task")
     axes = panels(figure, len(tasks), 2, size=(5.2, 4.0))
-    plans = {"length": "n: length of the document", "visible": "n: keys that a token sees"}
-    for place, task in enumerate(tasks):
-        left, right = axes[2 * place : 2 * place + 2]
-        for number, (counts, label) in enumerate(plans.items()):
-            line = _lines(rows, attention="window", counts=counts, method="independent")[task]
-            left.plot(ALPHAS, [_saved(seeds, "paper") for seeds in line], label=label, **style(number))
-            if counts == "length":
-                alone = [_saved(seeds, "real", "local") for seeds in line]
-                left.plot(
-                    ALPHAS, alone, label="the same, without the global token's values", linestyle="--", **style(4)
-                )
-        full = _lines(pick(rows, attention="full"), method="independent").get(task)
-        if full:
-            left.plot(ALPHAS, [_saved(seeds, "paper") for seeds in full], label="full attention", **style(2))
-        for title in [task] if task in REDUCTIONS else REDUCTIONS:
-            shade = {"AAPD": "0.55", "HND": "black", "IMDB": "0.35"}[title] if task not in REDUCTIONS else "black"
-            left.plot(ALPHAS, REDUCTIONS[title], label=f"paper, {title}", **{**PAPER, "color": shade})
+    for left, right, task in zip(axes[::2], axes[1::2], tasks, strict=True):
+        line(left, _reductions(rows)[task], "n: length of the document", 0)
+        alone = {alpha: _saved(seeds, "real", "local") for alpha, seeds in _lines(rows)[task].items()}
+        line(left, alone, "the same, without the global token's values", 4, linestyle="--")
+        line(left, _reductions(rows, "visible")[task], "n: keys that a token sees", 1)
+        if full := _reductions(rows, attention="full").get(task):
+            line(left, full, "full attention", 2)
+        for title, shade in {"AAPD": "0.55", "HND": "black", "IMDB": "0.35"}.items():
+            if task == title or task not in REDUCTIONS:
+                colour = "black" if task == title else shade
+                left.plot(ALPHAS, REDUCTIONS[title], label=f"paper, {title}", **{**PAPER, "color": colour})
         left.set(xlabel="alpha", ylabel="FLOPs of the value projection, exact / sampled", yscale="log",
                  title=f"{task}: reduction, counted as in the paper")  # fmt: skip
         left.set_yticks([1, 2, 4, 8, 16, 32], ["1x", "2x", "4x", "8x", "16x", "32x"])
@@ -312,8 +281,8 @@ def _draw(rows: Rows, figure: Figure) -> None:
         left.set_ylim(0.9, 120)
         left.legend(loc="upper left")
         for number, method in enumerate(METHODS):
-            line = _lines(rows, attention="window", counts="visible", method=method)[task]
-            points = [(1 / _saved(seeds, "real", "local"), max(_loss(seeds), 1e-6)) for seeds in line]
+            seeds = _lines(rows, "visible", method=method)[task].values()
+            points = [(1 / _saved(some, "real", "local"), max(_loss(some), 1e-6)) for some in seeds]
             right.plot(*zip(*points, strict=True), label=method, **style(number))
         scored = "scores" in pick(rows, task=task)[0]
         right.set(xlabel="work of the value projection, r / d of valid tokens", yscale="log",
@@ -322,60 +291,48 @@ def _draw(rows: Rows, figure: Figure) -> None:
         right.legend(loc="best")
 
 
+_VISIBLE = "where n is the number of keys that a token sees"
 STUDY = Study(
-    name="mca-longformer",
-    title="Sampled values beside a window of 256 tokens and a global first token",
-    paper="mca",
-    where="Table 3",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    options=("data", "seeds", "model"),
+    name="mca-longformer", title="Sampled values beside a window of 256 tokens and a global first token", paper="mca",
+    where="Table 3", cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("data", "seeds", "model"),
     claims=(
-        Claim(
-            "grows", "Table 3", "the reduction of FLOPs grows with alpha", "IMDB 3.67x to 11.30x",
-            "at each step of alpha, in all data, for both meanings of n", _grows,
-        ),
-        Claim(
-            "three", "section 4", "at least 3 times fewer FLOPs in all data at alpha = 0.2", "3.44x, 5.32x, 3.67x",
-            "at least 3x in all data, counted as in the paper, n of eq. 9 being the length of the document; same "
-            "shape: where n is the number of keys that a token sees", _three,
-            otherwise="A row of windowed attention shares a weight of 1 among 258 keys, however long the document "
-            "is, so that the largest weight that a token receives does not shrink with the length n. Equation 9 "
-            "multiplies it by n: beyond a few windows nearly all tokens then get all their features. Read with the "
-            "number of keys that a row sees in place of n, for which the theorem holds as well, it samples again. "
-            "Half of what is counted is a second layer of values, which only the global token reads, and at small "
-            "alpha nearly all of the saving is there; a single row needs no projected tokens, (A X) W is the same. "
-            "The paper does not say which n it took, nor what it counted of the second layer.",
-        ),
-        Claim(
-            "table", "Table 3", "the reductions of Table 3",
-            "HND 5.32x, 6.81x, 7.93x, 11.81x (11.30x in its F1 line); IMDB 3.67x, 5.06x, 7.50x, 11.30x",
-            "each within a quarter, n being the document's length; same shape: the growth from alpha = 0.2 to 1 is "
-            "within a factor of 2 of the paper's", _table,
-            otherwise="Our model is not the paper's: 6 layers of 384 features that were never tuned for a window, "
-            "and a few documents. HND's two lines are one run and print different reductions at alpha = 1.",
-        ),
-        Claim(
-            "accuracy", "section 4", "the error is negligible at alpha = 0.2", "-0.11, -0.15, -0.06 points",
-            "a classifier loses at most 1 point; same shape: without one, the embedding keeps a cosine of 0.99",
-            _small_loss,
-            otherwise="There are no public weights of a Longformer classifier, so that the answer is the embedding of "
-            "a model that was made for other texts; it says how far the output moves, not what a class would do.",
-        ),
-        Claim(
-            "trade", "Table 3", "the loss grows with alpha", "IMDB 89.05, 84.10, 81.17, 75.11",
-            "at each step of alpha, in all data; same shape: from the first to the last", _trade,
-            otherwise="One draw for each alpha and few documents: steps can be lost in the spread of the draws.",
-        ),
-        Claim(
-            "composes", "section 4", "sampling saves beside sparse attention as it does without",
-            "agrees with prior observations",
-            "at every alpha the projection on valid tokens saves at least 0.8 times what it saves in the same model "
-            "with full attention; same shape: where n is the number of keys that a token sees", _composes,
-            otherwise="A window concentrates the weights on fewer keys: tokens receive larger weights, and equation 9 "
-            "gives them more samples.",
-        ),
+        Claim("grows", "Table 3", "the reduction of FLOPs grows with alpha", "IMDB 3.67x to 11.30x", judge=Judge(
+            _both, each("rises at each step of alpha for both meanings of n", rises().holds),
+            shows=lambda found: ", ".join(
+                f"{task} {some[0.2]:.2f}x to {some[1.0]:.2f}x" for task, some in found["length"].items()),
+            of="reduction in all data")),
+        Claim("three", "section 4", "at least 3 times fewer FLOPs in all data at alpha = 0.2", "3.44x, 5.32x, 3.67x",
+              judge=Judge(
+                  _least, at_least(3, "x").of("length", "where n of eq. 9 is the length of the document"),
+                  at_least(3, "x").of("visible", _VISIBLE),
+                  "at least {length:.2f}x; {visible:.2f}x with the keys that a token sees for n".format_map,
+                  of="least reduction in all data, counted as in the paper")),
+        Claim("table", "Table 3", "the reductions of Table 3",
+              "HND 5.32x, 6.81x, 7.93x, 11.81x (11.30x in its F1 line); IMDB 3.67x, 5.06x, 7.50x, 11.30x", judge=Judge(
+                  _of_paper, Criterion("each within a quarter, n being the document's length", _quarter),
+                  Criterion("the growth from alpha = 0.2 to 1 is within a factor of 2 of the paper's", _growth),
+                  lambda found: "; ".join(
+                      f"{task} {', '.join(f'{x:.2f}' for x in some.values())}" for task, some in found.items()),
+                  needs="needs --data with imdb, hyperpartisan or aapd")),
+        Claim("accuracy", "section 4", "the error is negligible at alpha = 0.2", "-0.11, -0.15, -0.06 points",
+              judge=Judge(
+                  _first_loss,
+                  Criterion("a classifier loses at most 1 point", lambda found: found["scored"] and _small(found)),
+                  Criterion("without one, the embedding keeps a cosine of 0.99",
+                            lambda found: not found["scored"] and _small(found)), _kept)),
+        Claim("trade", "Table 3", "the loss grows with alpha", "IMDB 89.05, 84.10, 81.17, 75.11", judge=Judge(
+            _losses, each("at no step of alpha less", lambda some: sorted(some) == some)
+            & each("more at the last than at the first", lambda some: some[0] < some[-1]),
+            each("from the first to the last", lambda some: some[0] < some[-1]),
+            lambda found: f"loss at alpha {', '.join(map(str, ALPHAS))}: " + "; ".join(
+                f"{task} {', '.join(f'{x:.2g}' for x in some)}" for task, some in found.items()),
+            of="loss in all data")),
+        Claim("composes", "section 4", "sampling saves beside sparse attention as it does without",
+              "agrees with prior observations", judge=Judge(
+                  _beside_full, at_least(0.8).of("length"), at_least(0.8).of("visible", _VISIBLE),
+                  ("reduction / that with full attention: at least {length:.2f}; {visible:.2f} with the keys that a "
+                   "token sees for n").format_map,
+                  of="reduction on valid tokens / that of the same model with full attention, at every alpha",
+                  needs="a Longformer has no full attention to compare with")),
     ),
 )  # fmt: skip

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.workbench.estimate import Estimate, estimate
-from sparing_lab.report.figure import PAPER, panels, style
-from sparing_lab.studies._mca import POINT, TOPICS, Work, documents_of, model_of, problem, reads_out, train_of
-from sparing_lab.studies._mca_tables import PAPER_TABLES, WEIGHTS
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.figure import PAPER, Figure, legends, panels, style
+from sparing_lab.papers import numbers
+from sparing_lab.studies._mca import POINT, TOPICS, ProjectionWork, documents_of, model_of, problem, reads_out, train_of
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_least, each
+from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import glue
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ALPHAS = {"small": (0.1, 0.2, 0.4, 0.6, 1.0), "paper": tuple(tenths / 10 for tenths in range(1, 11))}
 SEEDS = {"small": 3, "paper": 128}
@@ -25,17 +25,17 @@ ROUNDINGS = (WIDE, HALF, "bfloat16")
 TASK = "SST-2"  #: the paper's
 
 
-class Point(NamedTuple):
+class AlphaPoint(NamedTuple):
     """A curve's, at one alpha."""
 
     alpha: float
     score: Estimate
     loss: float  #: against the exact model with the same weights
-    work: Work
+    work: ProjectionWork
 
     @property
     def half(self) -> float:
-        """How far the interval over seeds reaches."""
+        """Return how far the interval over seeds reaches."""
         return 0.0 if self.score.high is None else self.score.high - self.score.mean
 
 
@@ -70,7 +70,7 @@ def _models(settings: Settings) -> list[dict[str, Any]]:
         task = glue.task_of(subject.name, subject.model.config, given or list(glue.TASKS.values()))
         add(subject.name, settings.model, task.name)
     elif settings.scale == "paper" and settings.model is None:
-        for family, ids in WEIGHTS.items():
+        for family, ids in numbers("mca", "weights").items():
             add(family, ids[TASK], TASK)
     else:
         name = settings.model or "minilm"
@@ -98,216 +98,183 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return {"metric": name, "score": scores[name], "work": None if work is None else asdict(work)}
 
 
-def families(rows: Rows) -> list[str]:
-    """The models, in their order."""
-    return list(dict.fromkeys(row["family"] for row in rows))
+AlphaCurve = dict[float, AlphaPoint]  #: by alpha
 
 
-def curve(rows: Rows, family: str, rounding: str = WIDE, layers: str = "all") -> list[Point]:
-    """By alpha; scores are means over seeds."""
+def curve(rows: Rows, family: str, rounding: str = WIDE, layers: str = "all") -> AlphaCurve:
+    """Return a model's scores by alpha; means over seeds."""
     mine = pick(rows, family=family, rounding=rounding)
-    (exact,) = (row["score"] for row in pick(mine, layers="none"))
-    found = []
-    for alpha in sorted({row["alpha"] for row in pick(mine, layers=layers)}):
-        some = pick(mine, layers=layers, alpha=alpha)
+    exact = the(mine, layers="none")["score"]
+    found = {}
+    for alpha, some in sorted(grouped(pick(mine, layers=layers), "alpha").items()):
         score = estimate([row["score"] for row in some])
-        found.append(Point(alpha, score, exact - score.mean, Work(**some[0]["work"])))
+        found[alpha] = AlphaPoint(alpha, score, exact - score.mean, ProjectionWork(**some[0]["work"]))
     return found
 
 
-def at(points: list[Point], alpha: float) -> Point:
-    """The one of that alpha."""
-    return next(point for point in points if point.alpha == alpha)
+def _curves(rows: Rows) -> dict[str, AlphaCurve]:
+    return {family: curve(rows, family) for family in distinct(rows, "family")}
 
 
-def _gradual(rows: Rows) -> Judgement:
-    down, steady, shown = [], [], []
-    for family in families(rows):
-        points = curve(rows, family)
-        steady.append(all(b.score.mean <= a.score.mean + POINT for a, b in pairwise(points)))
-        down.append(points[-1].score.mean < points[0].score.mean)
-        shown.append(f"{family} " + ", ".join(f"{point.alpha:g}: {100 * point.score.mean:.1f}" for point in points))
-    return judged(all(steady) and all(down), all(down), ours="; ".join(shown))
+def _scores(line: AlphaCurve) -> list[float]:
+    return [point.score.mean for point in line.values()]
 
 
-def _minimal(rows: Rows) -> Judgement:
-    lost = {(family, alpha): at(curve(rows, family), alpha) for family in families(rows) for alpha in (0.4, 0.6)}
-    shown = ", ".join(
-        f"{family} {100 * point.loss:.1f} ±{100 * point.half:.1f} at {alpha:g}"
-        for (family, alpha), point in lost.items()
-    )
-    sure = max(point.loss + point.half for point in lost.values()) <= 1.5 * POINT
-    likely = max(point.loss for (_, alpha), point in lost.items() if alpha == 0.4) <= 1.5 * POINT
-    return judged(sure, likely, ours=f"loss {shown} points")
+_LOWER = each("lower at the largest alpha than at the smallest", lambda line: _scores(line)[-1] < _scores(line)[0])
+_STEADY = each("no step up by more than 1 point", lambda line: all(b <= a + POINT for a, b in pairwise(_scores(line))))
 
 
-def _saves(times: float, points_lost: float) -> Any:
-    def judge(rows: Rows) -> Judgement:
-        honest, padded, shown = [], [], []
-        for family in families(rows):
-            fine = [point for point in curve(rows, family) if point.loss + point.half <= points_lost * POINT]
-            honest.append(max((point.work.real for point in fine), default=1.0))
-            padded.append(max((point.work.paper for point in fine), default=1.0))
-            alone = curve(rows, family)[0].work.padding
-            shown.append(f"{family} {honest[-1]:.2f}x ({padded[-1]:.1f}x with padding, which alone is {alone:.1f}x)")
-        limit = f"with at most {points_lost:g} points lost, by the interval over seeds: "
-        return judged(min(honest) >= times, min(padded) >= times, ours=limit + ", ".join(shown))
-
-    return judge
+def _shown(point: AlphaPoint) -> str:
+    return f"{100 * point.loss:.1f} ±{100 * point.half:.1f}"
 
 
-def _tipping(rows: Rows) -> Judgement:
-    sharp, some, shown = [], [], []
-    for family in families(rows):
-        points = curve(rows, family)
-        first, last = at(points, 0.6), at(points, 1.0)
-        rest = last.loss - first.loss
-        sharp.append(rest >= 2 * first.loss and rest - last.half - first.half > POINT)
-        some.append(rest > first.loss)
-        shown.append(f"{family} {100 * first.loss:.1f} points up to 0.6, {100 * rest:.1f} from there to 1")
-        shown[-1] += f" (intervals ±{100 * first.half:.1f} and ±{100 * last.half:.1f})"
-    return judged(all(sharp), all(some), ours="; ".join(shown))
+def _lost(rows: Rows) -> dict[Any, AlphaPoint]:
+    return {(family, alpha): line[alpha] for family, line in _curves(rows).items() for alpha in (0.4, 0.6)}
 
 
-def _quantised(rows: Rows) -> Judgement:
-    worst = dict.fromkeys(ROUNDINGS[1:], 0.0)
-    moved = 0.0
-    for family in families(rows):
-        wide = curve(rows, family)
-        moved = max(moved, *(point.loss for point in wide))
-        for rounding in worst:
-            off = [abs(a.loss - b.loss) for a, b in zip(wide, curve(rows, family, rounding), strict=True)]
-            worst[rounding] = max(worst[rounding], *off)
-    shown = ", ".join(f"{name} {100 * value:.2f}" for name, value in worst.items())
-    text = f"losses differ from float32's by at most {shown} points"
-    return judged(worst[HALF] <= POINT, worst[HALF] < moved / 2, ours=text)
+def _saves(times: float, points_lost: float) -> Judge:
+    """Whether some alpha that surely loses no more saves so much."""
+
+    def figures(rows: Rows) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {"real": {}, "paper": {}, "padding": {}}
+        for family, line in _curves(rows).items():
+            fine = [point.work for point in line.values() if point.loss + point.half <= points_lost * POINT]
+            for of in ("real", "paper"):
+                found[of][family] = max((getattr(work, of) for work in fine), default=1.0)
+            found["padding"][family] = next(iter(line.values())).work.padding
+        return found
+
+    return Judge(
+        figures, at_least(times).of("real", "on valid tokens"), at_least(times).of("paper", "where padding counts"),
+        lambda found: f"with at most {points_lost:g} points lost, by the interval over seeds: " + ", ".join(
+            f"{family} {real:.2f}x ({found['paper'][family]:.1f}x with padding, which alone is "
+            f"{found['padding'][family]:.1f}x)" for family, real in found["real"].items()),
+        of=f"times saved at some alpha that surely loses at most {points_lost:g} points",
+    )  # fmt: skip
 
 
-def _layers(rows: Rows) -> Judgement:
-    if {"BERT", "DistilBERT"} <= set(families(rows)):
-        whole, fewer = (at(curve(rows, family), 1.0) for family in ("BERT", "DistilBERT"))
-        names = "BERT", "DistilBERT"
-    else:
-        family = families(rows)[0]
-        if not pick(rows, family=family, layers="half"):
-            return not_run("needs a model with every other layer sampled")
-        whole, fewer = (at(curve(rows, family, layers=layers), 1.0) for layers in ("all", "half"))
-        names = f"{family}, all layers", "every other"
-    shown = (
-        f"{name} {100 * point.loss:.1f} ±{100 * point.half:.1f}"
-        for name, point in zip(names, (whole, fewer), strict=True)
-    )
-    sure = fewer.loss <= 0.75 * whole.loss and fewer.loss + fewer.half < whole.loss - whole.half
-    return judged(sure and whole.loss > POINT, fewer.loss < whole.loss, ours=f"loss at 1: {', '.join(shown)} points")
+def _rest(line: AlphaCurve) -> float:
+    """What is lost from 0.6 to 1."""
+    return line[1.0].loss - line[0.6].loss
 
 
-def _named(rows: Rows) -> list[tuple[str, list[Point]]]:
-    """All curves with their names."""
-    found = [
-        (f"{family}, {rounding}", curve(rows, family, rounding)) for family in families(rows) for rounding in ROUNDINGS
-    ]
-    found += [(f"{family}, every other layer", curve(rows, family, layers="half")) for family in families(rows)]
-    return [(name, points) for name, points in found if points]
+def _tips(line: AlphaCurve) -> bool:
+    beyond = _rest(line) - line[1.0].half - line[0.6].half
+    return _rest(line) >= 2 * line[0.6].loss and beyond > POINT
+
+
+def _rounded(rows: Rows) -> dict[str, Any]:
+    """How far losses of rounded weights are from float32's, and the largest loss of all."""
+    lines = _curves(rows)
+    apart = {
+        rounding: max(0.0, *(abs(point.loss - curve(rows, family, rounding)[alpha].loss)
+                             for family, line in lines.items() for alpha, point in line.items()))
+        for rounding in ROUNDINGS[1:]
+    }  # fmt: skip
+    return {"apart": apart, "half": max(0.0, *(point.loss for line in lines.values() for point in line.values())) / 2}
+
+
+def _layers(rows: Rows) -> dict[str, AlphaPoint]:
+    """Of all layers and of half of them, at alpha = 1."""
+    both = ("BERT", "DistilBERT")
+    if set(both) <= set(distinct(rows, "family")):
+        return {family: curve(rows, family)[1.0] for family in both}
+    family = rows[0]["family"]
+    if not pick(rows, family=family, layers="half"):
+        raise NotRun("needs a model with every other layer sampled")
+    names = {f"{family}, all layers": "all", "every other": "half"}
+    return {name: curve(rows, family, layers=layers)[1.0] for name, layers in names.items()}
+
+
+def _fewer(found: dict[str, AlphaPoint]) -> bool:
+    whole, fewer = found.values()
+    apart = fewer.loss + fewer.half < whole.loss - whole.half
+    return fewer.loss <= 0.75 * whole.loss and apart and whole.loss > POINT
+
+
+def _named(rows: Rows) -> dict[str, AlphaCurve]:
+    """All curves by their names."""
+    families = distinct(rows, "family")
+    found = {f"{family}, {rounding}": curve(rows, family, rounding) for family in families for rounding in ROUNDINGS}
+    found |= {f"{family}, every other layer": curve(rows, family, layers="half") for family in families}
+    return {name: line for name, line in found.items() if line}
 
 
 def _tables(rows: Rows) -> list[Table]:
     lines = []
-    for name, points in _named(rows):
-        for point in points:
-            spread = "" if point.score.high is None else f" ±{100 * (point.score.high - point.score.mean):.1f}"
+    for name, line in _named(rows).items():
+        for alpha, point in line.items():
+            spread = "" if point.score.high is None else f" ±{100 * point.half:.1f}"
             saved = (point.work.paper, point.work.padding, point.work.real, point.work.weighed)
-            lines.append([
-                name, f"{point.alpha:g}", f"{100 * point.score.mean:.2f}{spread}", f"{100 * point.loss:.2f}",
-                *(f"{value:.2f}x" for value in saved),
-            ])  # fmt: skip
-    row = rows[0]
-    title = f"{row['task']}, {row['metric']} x 100, and how many times fewer FLOPs"
-    names = ["model", "alpha", "score", "lost", "its count", "padding", "valid", "and A H"]
-    return [Table(title, names, lines)]
+            lines.append([name, f"{alpha:g}", f"{100 * point.score.mean:.2f}{spread}", f"{100 * point.loss:.2f}",
+                          *(f"{value:.2f}x" for value in saved)])  # fmt: skip
+    title = f"{rows[0]['task']}, {rows[0]['metric']} x 100, and how many times fewer FLOPs"
+    return [Table(title, ["model", "alpha", "score", "lost", "its count", "padding", "valid", "and A H"], lines)]
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     left, right = panels(figure, 1, 2, size=(5.4, 4.6))
-    score = f"{rows[0]['metric']} x 100"
-    for number, (name, points) in enumerate(_named(rows)):
-        means = [100 * point.score.mean for point in points]
-        halves = [0.0 if p.score.high is None else 100 * (p.score.high - p.score.mean) for p in points]
-        left.plot([100 / point.work.real for point in points], means, label=name, **style(number))
-        beside = [point.alpha + 0.012 * (number - 1.5) for point in points]  # so that no interval hides another
+    for number, (name, line) in enumerate(_named(rows).items()):
+        means, halves = [100 * score for score in _scores(line)], [100 * point.half for point in line.values()]
+        left.plot([100 / point.work.real for point in line.values()], means, label=name, **style(number))
+        beside = [alpha + 0.012 * (number - 1.5) for alpha in line]  # so that no interval hides another
         right.errorbar(beside, means, halves, capsize=2, label=name, **style(number))
-    for family in families(rows):
+    star: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 11, "color": "#E69F00"}
+    for family in distinct(rows, "family"):
         exact = pick(rows, family=family, rounding=WIDE, layers="none")[0]["score"]
-        left.plot([100], [100 * exact], linestyle="none", marker="*", markersize=11, color="#E69F00", zorder=6)
-        right.axhline(100 * exact, color="#E69F00", linestyle="--", linewidth=1)
-    left.plot([], [], linestyle="none", marker="*", markersize=11, color="#E69F00", label="exact (right: dashed)")
-    for number, (family, table) in enumerate(PAPER_TABLES.items()):
-        if rows[0]["task"] == TASK:
-            marks = {**PAPER, "marker": "x" if number == 0 else "+"}
-            right.plot((0.2, 0.4, 0.6, 1.0), table[TASK].results["accuracy"][1:], label=f"paper: {family}", **marks)
-    left.set(
-        xlabel="FLOPs of the value projection, % of exact, valid tokens", ylabel=score, title="Accuracy and FLOPs",
-    )  # fmt: skip
+        left.plot([100], [100 * exact], zorder=6, **star)
+        right.axhline(100 * exact, color=star["color"], linestyle="--", linewidth=1)
+    left.plot([], [], label="exact (right: dashed)", **star)
+    if rows[0]["task"] == TASK:
+        for marker, (family, table) in zip("x+", numbers("mca", "tables 1 and 2").items(), strict=True):
+            right.plot((0.2, 0.4, 0.6, 1.0), table[TASK]["accuracy"][1:], label=f"paper: {family}",
+                       **{**PAPER, "marker": marker})  # fmt: skip
+    score = f"{rows[0]['metric']} x 100"
+    left.set(xlabel="FLOPs of the value projection, % of exact, valid tokens", ylabel=score, title="Accuracy and FLOPs")
     right.set(xlabel="alpha (n = 128)", ylabel=score, title="Accuracy and alpha")
-    for axes in (left, right):
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    legends((left, right))
 
-
-_NOISE = (
-    f"At small scale {MOST} documents and {SEEDS['small']} seeds tell accuracies apart by several points only, and the "
-    "classes are read out of MiniLM's embedding by least squares, not tuned; --scale paper has the paper's models."
-)
 
 STUDY = Study(
-    name="mca-tradeoff",
-    title="Accuracy against FLOPs and against alpha, with weights of 16 bits",
-    paper="mca",
-    where="figures 1 and 2",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="mca-tradeoff", title="Accuracy against FLOPs and against alpha, with weights of 16 bits", paper="mca",
+    where="figures 1 and 2", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("data", "seeds", "model"),
     claims=(
-        Claim(
-            "gradual", "figure 2", "accuracy falls gradually as alpha grows", "SST-2: BERT 92.3 to 80.7 from 0.2 to 1",
-            "no step up by more than 1 point, and lower at the largest alpha than at the smallest; same shape: the "
-            "latter", _gradual, otherwise=_NOISE,
-        ),
-        Claim(
-            "minimal", "figure 2", "alpha of 0.4, or even of 0.6, only minimally changes accuracy",
-            "SST-2: BERT -0.4 and -1.2, DistilBERT -0.1 and -0.6 points",
-            "at most 1.5 points lost at both, by the intervals over seeds; same shape: by the mean at 0.4", _minimal,
-            otherwise=_NOISE,
-        ),
-        Claim(
-            "nearly-same", "figure 1", "40 to 60 % fewer FLOPs with nearly the same accuracy", "40 to 60 %",
-            "some alpha saves 1.4 times on valid tokens and surely loses at most 1 point; same shape: only where "
-            "padding counts as saved", _saves(1.4, 1),
-            otherwise="Where alpha is small enough to lose nothing, most tokens of a short sentence are projected "
-            "exactly; what is saved then is padding.",
-        ),
-        Claim(
-            "small-loss", "figure 1", "as much as 170 % fewer FLOPs with small loss", "170 %, read as 2.7 times fewer",
-            "some alpha saves 2.7 times on valid tokens and surely loses at most 3 points; same shape: only where "
-            "padding counts as saved", _saves(2.7, 3),
-            otherwise="What is saved is mostly padding.",
-        ),
-        Claim(
-            "tipping", "figure 1", "below a tipping point of FLOPs the loss is noticeable",
-            "SST-2, BERT: -1.2 points up to 0.6, -10.6 from there to 1",
-            "from 0.6 to 1 more than 1 point is lost, beyond the intervals, and at least twice as much as up to 0.6; "
-            "same shape: more than up to 0.6", _tipping, otherwise=_NOISE,
-        ),
-        Claim(
-            "quantised", "figure 1", "the trend holds for weights of 16 bits", "FP16 curves beside the others",
-            "weights rounded to float16: at every alpha the loss differs by at most 1 point; same shape: by less than "
-            "half of the largest loss", _quantised, otherwise=_NOISE,
-        ),
-        Claim(
-            "layers", "section 4, figure 2", "fewer layers accumulate less error (a conjecture)",
-            "at 1: BERT -11.8, DistilBERT -3.3",
-            "at alpha = 1, half of the layers (DistilBERT, or every other layer of a model) lose at most 3/4 of what "
-            "all lose, beyond the intervals; same shape: less", _layers, otherwise=_NOISE,
-        ),
+        Claim("gradual", "figure 2", "accuracy falls gradually as alpha grows",
+              "SST-2: BERT 92.3 to 80.7 from 0.2 to 1", judge=Judge(
+                  _curves, _STEADY & _LOWER, _LOWER, lambda found: "; ".join(
+                      f"{family} " + ", ".join(f"{alpha:g}: {100 * it.score.mean:.1f}" for alpha, it in line.items())
+                      for family, line in found.items()))),
+        Claim("minimal", "figure 2", "alpha of 0.4, or even of 0.6, only minimally changes accuracy",
+              "SST-2: BERT -0.4 and -1.2, DistilBERT -0.1 and -0.6 points", judge=Judge(
+                  _lost, each("at most 1.5 points lost at both, by the intervals over seeds",
+                              lambda point: point.loss + point.half <= 1.5 * POINT),
+                  each("by the mean at 0.4", lambda point: point.alpha != 0.4 or point.loss <= 1.5 * POINT),
+                  lambda found: "loss " + ", ".join(
+                      f"{key[0]} {_shown(point)} at {key[1]:g}" for key, point in found.items()) + " points")),
+        Claim("nearly-same", "figure 1", "40 to 60 % fewer FLOPs with nearly the same accuracy", "40 to 60 %",
+              judge=_saves(1.4, 1)),
+        Claim("small-loss", "figure 1", "as much as 170 % fewer FLOPs with small loss",
+              "170 %, read as 2.7 times fewer", judge=_saves(2.7, 3)),
+        Claim("tipping", "figure 1", "below a tipping point of FLOPs the loss is noticeable",
+              "SST-2, BERT: -1.2 points up to 0.6, -10.6 from there to 1", judge=Judge(
+                  _curves, each("above 1 point beyond the intervals, and at least twice as much as up to 0.6", _tips),
+                  each("more than up to 0.6", lambda line: _rest(line) > line[0.6].loss), lambda found: "; ".join(
+                      f"{family} {100 * line[0.6].loss:.1f} points up to 0.6, {100 * _rest(line):.1f} from there to 1 "
+                      f"(intervals ±{100 * line[0.6].half:.1f} and ±{100 * line[1.0].half:.1f})"
+                      for family, line in found.items()), of="loss from 0.6 to 1")),
+        Claim("quantised", "figure 1", "the trend holds for weights of 16 bits", "FP16 curves beside the others",
+              judge=Judge(
+                  _rounded, Criterion("at most 1 point at every alpha", lambda found: found["apart"][HALF] <= POINT),
+                  Criterion("less than half of the largest loss", lambda found: found["apart"][HALF] < found["half"]),
+                  lambda found: "losses differ from float32's by at most " + ", ".join(
+                      f"{name} {100 * value:.2f}" for name, value in found["apart"].items()) + " points",
+                  of="difference of the losses with weights rounded to float16")),
+        Claim("layers", "section 4, figure 2", "fewer layers accumulate less error (a conjecture)",
+              "at 1: BERT -11.8, DistilBERT -3.3", judge=Judge(
+                  _layers, Criterion("at most 3/4 of what all lose, beyond the intervals", _fewer),
+                  Criterion("less", lambda found: (points := list(found.values()))[1].loss < points[0].loss),
+                  lambda found: "loss at 1: " + ", ".join(f"{name} {_shown(point)}" for name, point in found.items())
+                  + " points", of="loss of half of the layers at alpha = 1 (DistilBERT, or every other layer)")),
     ),
 )  # fmt: skip

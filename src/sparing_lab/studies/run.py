@@ -1,4 +1,4 @@
-"""A study from its first piece of work to its verdicts."""
+"""Run a study from its first cell to its verdicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 from sparing.store import Store, write_files
 from sparing.workbench.cells import measured
 from sparing.workbench.machine import machine
-from sparing_lab.studies.study import Cell, Judgement, Row, Settings, Study
+from sparing_lab.figure import drawn
+from sparing_lab.studies.judges import Judgement
+from sparing_lab.studies.rows import Cell, Row
+from sparing_lab.studies.study import Settings, Study
 
 FORMAT = 1  #: of the JSON files
 
@@ -29,7 +32,7 @@ class Outcome:
     machine: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """All of it."""
+        """Return all results as JSON."""
         claims = [
             {
                 "key": claim.key, "where": claim.where, "states": claim.states, "paper": claim.paper,
@@ -52,7 +55,7 @@ def run(
     *,
     progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
 ) -> Outcome:
-    """Do what is not kept yet, one piece after the other, and judge."""
+    """Measure the cells that are not kept in the store, one after the other, and judge the claims."""
     here = machine()
     of: dict[str, Any] = {
         "study": study.name, "version": study.version, "scale": settings.scale,
@@ -86,8 +89,6 @@ def run(
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:
     """Write the results as JSON and as a figure, both or none."""
-    from sparing_lab.report.figure import drawn
-
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{outcome.study.name}.json", folder / f"{outcome.study.name}.png"]
     figure = drawn(lambda figure: outcome.study.draw(outcome.rows, figure), written[1])
@@ -96,6 +97,6 @@ def write(outcome: Outcome, folder: Path) -> list[Path]:
 
 
 def _words(study: Study, cell: Cell) -> str:
-    """Of a progress bar."""
+    """Return the label of a progress bar."""
     shown = " ".join(str(value) for value in cell.values() if isinstance(value, str | int | float))
     return f"{study.name}: {shown}"[:60]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sparing_lab.report.figure import legend_below, panels, style
+from sparing_lab.figure import Figure, legend_below, line, panels
 from sparing_lab.studies._arena import (  # fmt: skip
     EXACT,
     KERNELIZED,
@@ -20,10 +19,10 @@ from sparing_lab.studies._arena import (  # fmt: skip
     train_one,
     training_cell,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, each
+from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing
 
 SIDES = (EXACT, KERNELIZED, SKYFORMER, NYSTROM)
 RIVALS = (EXACT, KERNELIZED)
@@ -56,169 +55,141 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return train_one(cell)
 
 
-def _tasks(rows: Rows) -> list[str]:
-    return [task for task in TASKS if pick(rows, task=task)]
-
-
-def _seconds(rows: Rows, side: str, task: str) -> float:
-    """Of all steps, mean over seeds."""
-    return statistics.fmean(row["seconds"] for row in pick(rows, side=side, task=task))
-
-
-def _lowest(row: Row) -> float:
-    return min(float(point["valid_loss"]) for point in row["curve"])
+def _losses(row: Row) -> list[float]:
+    return [float(point["valid_loss"]) for point in row["curve"]]
 
 
 def _level(rows: Rows, task: str, seed: int) -> float:
     """The loss that self-attention, kernelized attention and Skyformer all reach."""
-    return AS_LOW * max(_lowest(row) for row in pick(rows, task=task, seed=seed) if row["side"] != NYSTROM)
+    return AS_LOW * max(min(_losses(row)) for row in pick(rows, task=task, seed=seed) if row["side"] != NYSTROM)
 
 
 def reached(rows: Rows, side: str, task: str, what: str) -> float:
-    """Seconds, or steps, until the level; mean over seeds."""
-    found = []
-    for row in pick(rows, side=side, task=task):
+    """Return the seconds, or steps, until the level; mean over seeds."""
+
+    def until(row: Row) -> float:
         level = _level(rows, task, row["seed"])
-        found.append(next(float(point[what]) for point in row["curve"] if point["valid_loss"] <= level))
-    return statistics.fmean(found)
+        return next(float(point[what]) for point in row["curve"] if point["valid_loss"] <= level)
+
+    return mean(pick(rows, side=side, task=task), until)
 
 
-def _earlier(value: Callable[[Rows, str, str], float], unit: str) -> Callable[[Rows], Judgement]:
-    """Skyformer's is lower than both rivals' on every task; same shape: in at least half of the comparisons."""
-
-    def judge(rows: Rows) -> Judgement:
-        tasks = _tasks(rows)
-        less = [value(rows, SKYFORMER, task) < value(rows, rival, task) for task in tasks for rival in RIVALS]
-        ours = "; ".join(
-            f"{task} " + " / ".join(f"{value(rows, side, task):.3g}" for side in (SKYFORMER, *RIVALS)) for task in tasks
-        )
-        return judged(all(less), 2 * sum(less) >= len(less), ours=f"{ours} {unit}")
-
-    return judge
+def _by_task(rows: Rows, of: Callable[[str, str], float]) -> dict[str, dict[str, float]]:
+    """By task and side, Skyformer first."""
+    tasks = [task for task in TASKS if pick(rows, task=task)]
+    return {task: {side: of(side, task) for side in (SKYFORMER, *RIVALS)} for task in tasks}
 
 
-def _until(what: str) -> Callable[[Rows, str, str], float]:
-    return lambda rows, side, task: reached(rows, side, task, what)
+def _less(share: float) -> Callable[[dict[str, dict[str, float]]], bool]:
+    """Skyformer's is lower than a rival's in at least a share of the comparisons."""
+
+    def holds(found: dict[str, dict[str, float]]) -> bool:
+        less = [times[SKYFORMER] < times[rival] for times in found.values() for rival in RIVALS]
+        return sum(less) >= share * len(less)
+
+    return holds
 
 
-def _step(rows: Rows) -> Judgement:
-    tasks = _tasks(rows)
-    value = _until("step")
-    kept = [value(rows, SKYFORMER, task) <= value(rows, EXACT, task) for task in tasks]
-    shown = "; ".join(f"{t} {value(rows, SKYFORMER, t):g} / {value(rows, EXACT, t):g}" for t in tasks)
-    return judged(all(kept), 2 * sum(kept) >= len(kept), ours=shown)
-
-
-def _rises(rows: Rows) -> Judgement:
-    mine = pick(rows, task="Text")
-    if not mine:
-        return not_run("needs Text")
-    risen = [_rose(row) for row in mine]
-    ratios = (f"{row['side']} {_last(row) / _lowest(row):.2f}" for row in mine)
-    return judged(all(risen), any(risen), ours="last / lowest loss: " + ", ".join(ratios))
+def _earlier(figures: Callable[[Rows], dict[str, dict[str, float]]], of: str) -> Judge:
+    """Whether Skyformer takes less time than both rivals."""
+    return Judge(
+        figures, Criterion("less than both on every task", _less(1)),
+        Criterion("in at least half of the comparisons", _less(0.5)), lambda found: "; ".join(
+            f"{task} " + " / ".join(f"{value:.3g}" for value in times.values()) for task, times in found.items())
+        + " s (Skyformer / self-attention / kernelized)", of=of,
+    )  # fmt: skip
 
 
 def _rose(row: Row) -> bool:
     """Whether the loss is well above its lowest at all later evaluations, of which there are some."""
-    losses = [float(point["valid_loss"]) for point in row["curve"]]
+    losses = _losses(row)
     later = losses[losses.index(min(losses)) + 1 :]
     return len(later) >= 2 and all(loss >= RISEN * min(losses) for loss in later)
 
 
-def _stuck(rows: Rows) -> Judgement:
+_ROSE = each(f"after its lowest the loss is at least {RISEN:g} times that at all later evaluations, of which there are "
+             "two or more", _rose)  # fmt: skip
+_SOONER = each("at the same evaluation or earlier", lambda steps: steps[SKYFORMER] <= steps[EXACT])
+
+
+def _pathfinder(rows: Rows) -> dict[str, float]:
+    """By side: the accuracy in percent."""
     mine = pick(rows, task="Pathfinder")
     if not mine or not learned(rows, "Pathfinder"):
-        return not_run("no model learns Pathfinder at this scale")
-    points = {side: statistics.fmean(100 * row["accuracy"] for row in pick(mine, side=side)) for side in SIDES}
-    ours = ", ".join(f"{side} {value:.1f} %" for side, value in points.items())
-    return judged(points[EXACT] < min(points[KERNELIZED], points[SKYFORMER]) - 2, ours=ours)
+        raise NotRun("no model learns Pathfinder at this scale")
+    return {side: mean(pick(mine, side=side), lambda row: 100 * row["accuracy"]) for side in SIDES}
 
 
 def _tables(rows: Rows) -> list[Table]:
-    body, setting = [], []
-    for task in _tasks(rows):
-        for side in SIDES:
-            mine = pick(rows, task=task, side=side)
-            low, last = (statistics.fmean(f(row) for row in mine) for f in (_lowest, _last))
-            until = ["-", "-"]
-            if side != NYSTROM:
-                until = [f"{reached(rows, side, task, what):.3g}" for what in ("step", "seconds")]
-            accuracy = 100 * statistics.fmean(row["accuracy"] for row in mine)
-            body.append([task, side, f"{_seconds(rows, side, task):.1f}", *until, f"{low:.3f}", f"{last:.3f}",
-                         f"{accuracy:.1f}"])  # fmt: skip
-        config, row = mine[0]["config"], mine[0]
-        data = "files of --data" if config["data"] else "installed or generated"
-        setting.append([task, data, str(config["length"]), str(config["steps"]),
-                        str(config["batch"]), str(row["held"]), f"{100 * row['chance']:.1f}",
-                        "yes" if learned(rows, task) else "no"])  # fmt: skip
-    columns = ["task", "method", "seconds", "steps to level", "s to level", "lowest loss", "last", "accuracy"]
+    tasks = [task for task in TASKS if pick(rows, task=task)]
+    body = []
+    for task, side in ((task, side) for task in tasks for side in SIDES):
+        mine = pick(rows, task=task, side=side)
+        until = (
+            [f"{reached(rows, side, task, what):.3g}" for what in ("step", "seconds")]
+            if side != NYSTROM
+            else ["-", "-"]
+        )
+        low, last = mean(mine, lambda row: min(_losses(row))), mean(mine, lambda row: _losses(row)[-1])
+        body.append({"task": task, "side": side, "seconds": mean(mine, "seconds"), "step": until[0], "s": until[1],
+                     "low": low, "last": last, "points": mean(mine, lambda row: 100 * row["accuracy"])})  # fmt: skip
+    runs = [
+        {**row, **row["config"], "percent": 100 * row["chance"], "known": "yes" if learned(rows, task) else "no",
+         "of": "files of --data" if row["config"]["data"] else "installed or generated", "task": task}
+        for task in tasks for row in pick(rows, task=task, side=SIDES[-1])[:1]
+    ]  # fmt: skip
     return [
-        Table("Time of training, without evaluations, and validation loss", columns, body),
-        Table("Runs", ["task", "data", "tokens", "steps", "batch", "held out", "chance, %", "learned"], setting),
-    ]
-
-
-def _last(row: Row) -> float:
-    return float(row["curve"][-1]["valid_loss"])
+        listing("Time of training, without evaluations, and validation loss", body,
+                {"task": "{task}", "method": "{side}", "seconds": "{seconds:.1f}", "steps to level": "{step}",
+                 "s to level": "{s}", "lowest loss": "{low:.3f}", "last": "{last:.3f}", "accuracy": "{points:.1f}"}),
+        listing("Runs", runs,
+                {"task": "{task}", "data": "{of}", "tokens": "{length}", "steps": "{steps}", "batch": "{batch}",
+                 "held out": "{held}", "chance, %": "{percent:.1f}", "learned": "{known}"}),
+    ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
-    tasks = _tasks(rows)
+    tasks = [task for task in TASKS if pick(rows, task=task)]
     axes = panels(figure, 1, len(tasks), size=(4.4, 3.9))
     for task, panel in zip(tasks, axes, strict=True):
         for number, side in enumerate(SIDES):
-            look: dict[str, Any] = {**style(number), **({"color": "black"} if side == EXACT else {})}
+            black: dict[str, Any] = {"color": "black"} if side == EXACT else {}
             for row in pick(rows, task=task, side=side):
-                times = [point["seconds"] for point in row["curve"]]
-                label = side if row["seed"] == 0 else None
-                panel.plot(times, [point["valid_loss"] for point in row["curve"]], label=label, **look)
-        length = pick(rows, task=task)[0]["config"]["length"]
-        panel.set(
-            xlabel="training time, seconds", ylabel="validation loss", title=f"{task}, {length} tokens", xlim=(0, None)
-        )
+                losses = {point["seconds"]: point["valid_loss"] for point in row["curve"]}
+                line(panel, losses, side if row["seed"] == 0 else None, number, **black)
+        title = f"{task}, {pick(rows, task=task)[0]['config']['length']} tokens"
+        panel.set(xlabel="training time, seconds", ylabel="validation loss", title=title, xlim=(0, None))
     legend_below(figure, axes[:1], len(SIDES))
 
 
 STUDY = Study(
-    name="skyformer-convergence",
-    title="Validation loss against training time",
-    paper="skyformer",
-    where="appendix A, Figure 1",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    timed=True,
+    name="skyformer-convergence", title="Validation loss against training time", paper="skyformer",
+    where="appendix A, Figure 1", cells=_cells, measure=_measure, tables=_tables, draw=_draw, timed=True,
     options=("data", "seeds"),
     claims=(
-        Claim(
-            "finishes", "appendix A", "Skyformer finishes its steps earlier than self-attention and kernelized "
-            "attention on all tasks", "50,000 steps; times only as curves", "less time than both on every task; same "
-            "shape: in at least half of the comparisons",
-            _earlier(_seconds, "s (Skyformer / self-attention / kernelized)"),
-        ),
-        Claim(
-            "converges", "appendix A", "Skyformer converges faster than both on all tasks", "curves only",
-            "the validation loss that all three reach (the highest of their lowest, and 2 % more) is reached in less "
-            "time than by both on every task; same shape: in at least half of the comparisons",
-            _earlier(_until("seconds"), "s (Skyformer / self-attention / kernelized)"),
-        ),
-        Claim(
-            "overfits", "appendix A", "on Text all models over-fit, and the validation loss rises", "curves only",
-            f"after its lowest the loss is at least {RISEN:g} times that at all later evaluations, of which there are "
-            "two or more, for every method; same shape: for one", _rises,
-            otherwise="At small scale Text is help topics against source code, which few steps tell apart and which "
-            "are seen once, not film reviews over many epochs.",
-        ),
-        Claim(
-            "pathfinder", "appendix A", "on Pathfinder self-attention does not get to where the others do",
-            "in the run shown", "accuracy of self-attention more than 2 points below both", _stuck,
-        ),
-        Claim(
-            "steps", "not in the paper", "Skyformer needs no more steps than self-attention, either", "-",
-            "the level of 'converges' is reached at the same evaluation or earlier on every task; same shape: on half",
-            _step, ours=True,
-            otherwise="In steps Skyformer is behind: what it gains is the time of a step.",
-        ),
+        Claim("finishes", "appendix A",
+              "Skyformer finishes its steps earlier than self-attention and kernelized attention on all tasks",
+              "50,000 steps; times only as curves", judge=_earlier(
+                  lambda rows: _by_task(rows, lambda side, task: mean(pick(rows, side=side, task=task), "seconds")),
+                  "time of all steps")),
+        Claim("converges", "appendix A", "Skyformer converges faster than both on all tasks", "curves only",
+              judge=_earlier(
+                  lambda rows: _by_task(rows, lambda side, task: reached(rows, side, task, "seconds")),
+                  "time to the validation loss that all three reach (the highest of their lowest, and 2 % more)")),
+        Claim("overfits", "appendix A", "on Text all models over-fit, and the validation loss rises", "curves only",
+              judge=Judge(
+                  lambda rows: pick(rows, task="Text"), _ROSE, _ROSE.once(), lambda found: "last / lowest loss: "
+                  + ", ".join(f"{row['side']} {_losses(row)[-1] / min(_losses(row)):.2f}" for row in found),
+                  of="every method", needs="needs Text")),
+        Claim("pathfinder", "appendix A", "on Pathfinder self-attention does not get to where the others do",
+              "in the run shown", judge=Judge(
+                  _pathfinder, Criterion("accuracy of self-attention more than 2 points below both", lambda found: (
+                      found[EXACT] < min(found[KERNELIZED], found[SKYFORMER]) - 2)), shows="{key} {value:.1f} %")),
+        Claim("steps", "not in the paper", "Skyformer needs no more steps than self-attention, either", "-",
+              judge=Judge(
+                  lambda rows: _by_task(rows, lambda side, task: reached(rows, side, task, "step")), _SOONER,
+                  _SOONER.in_share(0.5, "on half"), lambda found: "; ".join(
+                      f"{task} {steps[SKYFORMER]:g} / {steps[EXACT]:g}" for task, steps in found.items()),
+                  of="when the level of 'converges' is reached, on every task"), ours=True),
     ),
 )  # fmt: skip

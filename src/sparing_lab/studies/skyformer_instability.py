@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from sparing.nn import MultiheadAttention
-from sparing.workbench.estimate import estimate
-from sparing_lab.report.figure import PAPER, legend_below, panels, style
+from sparing.workbench.estimate import Estimate, estimate
+from sparing_lab.figure import PAPER, Figure, legend_below, level, panels, style
+from sparing_lab.papers import numbers
 from sparing_lab.studies._arena import (  # fmt: skip
     EXACT,
     KERNELIZED,
@@ -28,25 +22,15 @@ from sparing_lab.studies._arena import (  # fmt: skip
     data_of,
     fingerprint,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies._skyformer_instability import AFTER, BEFORE, FIRST, READ, REDRAWN, RELATIVE, scores
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, below, each
+from sparing_lab.studies.rows import Cell, Row, Rows, distinct, mean, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, pivot
 from sparing_lab.training.config import Config
-from sparing_lab.training.loop import Training
-from sparing_lab.training.objectives import inputs_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Table 1 of the appendix.
-TABLE = {
-    NYSTROM: {"Text": 1.03, "ListOps": 1.01, "Retrieval": 0.97, "Pathfinder": 0.99, "Image": 1.02},
-    KERNELIZED: {"Text": 0.83, "ListOps": 0.77, "Retrieval": 0.64, "Pathfinder": 0.74, "Image": 0.62},
-    SKYFORMER: {"Text": 0.81, "ListOps": 0.79, "Retrieval": 0.64, "Pathfinder": 0.79, "Image": 0.65},
-}
+TABLE = numbers("skyformer", "instability")  #: table 1 of the appendix
 GAUSSIAN = (KERNELIZED, SKYFORMER)
-FIRST = 20  #: steps, the paper's
-#: What f is. The paper says only "the embedding after two layers".
-AFTER, BEFORE, RELATIVE, REDRAWN = "after LayerNorm", "before LayerNorm", "before, relative", "new landmarks"
-READ = (AFTER, BEFORE, RELATIVE, REDRAWN)
 NEAR = 0.1  #: of a mean ratio is as good as the paper's
 ONE = 0.1  #: from 1 is "around 1"
 SPREAD = 0.1  #: standard deviation over seeds, a third of the paper's effect
@@ -80,246 +64,147 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     ]
 
 
-def plain_start(model: Any, seed: int) -> None:
-    """Let attention's projections start as torch's linear layers do, biases too, as in the paper's code."""
-    random = torch.Generator().manual_seed(seed)
-    for layer in model.modules():
-        if isinstance(layer, MultiheadAttention):
-            most = layer.embed_dim**-0.5
-            for weight in (layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias):
-                assert weight is not None
-                with torch.no_grad():
-                    weight.uniform_(-most, most, generator=random)
-
-
-class _EnoughError(Exception):
-    """The steps were seen."""
-
-
-def scores(config: Config, first: int = FIRST) -> dict[str, list[float]]:
-    """Of each of the first steps, by read-out: |f(x, W) - f(x, W')|^2 / |W - W'|^2, W' the weights before the step.
-
-    x is the batch of the step. Nothing is dropped out, and both models use the same random numbers, but for
-    "new landmarks", where the second draws its own.
-    """
-    found: dict[str, list[float]] = {read: [] for read in READ}
-
-    def see(text: str, done: int, steps: int) -> None:
-        numbers = training.batches.batch(done - 1)
-        inputs = inputs_of(training.task, [training.task.train[number] for number in numbers], [0] * len(numbers))
-        model = copy.deepcopy(training.bare).eval()
-        moved = moved_by(old, model)
-        first_, second = (states(each, inputs.arguments) for each in (old, model))
-        found[AFTER].append(apart(first_[0], second[0]) / moved)
-        found[BEFORE].append(apart(first_[1], second[1]) / moved)
-        found[RELATIVE].append(apart(first_[1], second[1]) / size(first_[1]) / moved)
-        if redraw(model):
-            second = states(model, inputs.arguments)
-        found[REDRAWN].append(apart(first_[0], second[0]) / moved)
-        old.load_state_dict(training.bare.state_dict())
-        if done == first:
-            raise _EnoughError
-
-    training = Training(config, tell=see)
-    plain_start(training.bare, config.seed)
-    old = copy.deepcopy(training.bare).eval()
-    with suppress(_EnoughError):
-        training.run()
-    return found
-
-
-@torch.no_grad()
-def states(model: Any, arguments: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What the encoder makes of each text: behind the last normalisation, and before it; zero where nothing stands."""
-    after: list[Tensor] = []
-    before: list[Tensor] = []
-    encoder = model.encoder
-    hooks = [
-        encoder.norm.register_forward_hook(lambda module, given, made: before.append(given[0])),
-        encoder.register_forward_hook(lambda module, given, made: after.append(made)),
-        encoder.register_forward_pre_hook(lambda module, given: masks.append(given[1])),
-    ]
-    masks: list[Tensor] = []
-    try:
-        model(**arguments)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return after, [each * mask[..., None] for each, mask in zip(before, masks, strict=True)]
-
-
-def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """The squared distance of two lists of states."""
-    return size([b.double() - a.double() for a, b in zip(one, other, strict=True)])
-
-
-def size(found: Sequence[Tensor]) -> float:
-    """Squared."""
-    return sum(float(each.double().square().sum()) for each in found)
-
-
-def moved_by(old: Any, new: Any) -> float:
-    """The squared distance of two models' weights."""
-    return apart([each.detach() for each in old.parameters()], [each.detach() for each in new.parameters()])
-
-
-def redraw(model: Any) -> bool:
-    """Other random numbers in evaluation, in every layer that has some; False where none has."""
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith("evaluation_seed")]
-    for buffer in found:
-        buffer.add_(1)
-    return bool(found)
-
-
 def ratios(rows: Rows, side: str, read: str, task: str) -> list[float]:
-    """The mean over the steps of score / score of self-attention, for each seed."""
+    """Return the mean over the steps of score / score of self-attention, for each seed."""
     found = []
     for row in pick(rows, side=side, read=read, task=task):
-        (base,) = pick(rows, side=EXACT, read=read, task=task, seed=row["seed"])
+        base = the(rows, side=EXACT, read=read, task=task, seed=row["seed"])
         found.append(statistics.fmean(a / b for a, b in zip(row["scores"], base["scores"], strict=True)))
     return found
 
 
+def _tasks(rows: Rows) -> list[str]:
+    return [task for task in TASKS if pick(rows, task=task)]
+
+
 def _means(rows: Rows, side: str, read: str) -> dict[str, float]:
     """By task."""
-    tasks = [task for task in TASKS if pick(rows, task=task)]
-    return {task: statistics.fmean(ratios(rows, side, read, task)) for task in tasks}
+    return {task: statistics.fmean(ratios(rows, side, read, task)) for task in _tasks(rows)}
 
 
-def _highest(rows: Rows, side: str, read: str) -> dict[str, float]:
-    """The upper end of each task's 95 % interval over seeds; the mean where one seed allows none."""
-    found = {}
-    for task in _means(rows, side, read):
-        known = estimate(ratios(rows, side, read, task))
-        found[task] = known.mean if known.high is None else known.high
-    return found
+def _highest(known: Estimate) -> float:
+    """The upper end of a 95 % interval over seeds; the mean where one seed allows none."""
+    return known.mean if known.high is None else known.high
 
 
-def _shown(rows: Rows, sides: Sequence[str], read: str) -> str:
-    each = ((side, _means(rows, side, read)) for side in sides)
-    return "; ".join(f"{side} " + "/".join(_number(value) for value in found.values()) for side, found in each)
+def _read(read: str, *sides: str) -> Callable[[Rows], dict[str, Any]]:
+    """The means by side and task, with the upper ends of their intervals, and the means over the tasks."""
+
+    def figures(rows: Rows) -> dict[str, Any]:
+        found = {side: _means(rows, side, read) for side in sides}
+        high = [_highest(estimate(ratios(rows, side, read, task))) for side in sides for task in _tasks(rows)]
+        average = {side: statistics.fmean(some.values()) for side, some in found.items()}
+        every = [value for some in found.values() for value in some.values()]
+        return {"means": found, "each": every, "high": high, "average": average}
+
+    return figures
 
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def _paper(sides: Sequence[str]) -> str:
-    return "; ".join(f"{side} " + "/".join(f"{value:.2f}" for value in TABLE[side].values()) for side in sides)
+def _shown(found: dict[str, Any]) -> str:
+    return "; ".join(f"{side} " + "/".join(map(_number, some.values())) for side, some in found["means"].items())
 
 
-def _below(read: str) -> Callable[[Rows], Judgement]:
-    """Both below 1 on all tasks, surely; same shape: their means over the tasks are."""
-
-    def judge(rows: Rows) -> Judgement:
-        whole = all(high < 1 for side in GAUSSIAN for high in _highest(rows, side, read).values())
-        means = [statistics.fmean(_means(rows, side, read).values()) for side in GAUSSIAN]
-        return judged(whole, max(means) < 1, ours=_shown(rows, GAUSSIAN, read))
-
-    return judge
+def _paper(*sides: str) -> str:
+    return _shown({"means": {side: TABLE[side] for side in sides}})
 
 
-def _size(rows: Rows) -> Judgement:
-    near, close, shown = [], [], []
-    for side in GAUSSIAN:
-        found = _means(rows, side, AFTER)
-        mine, paper = (statistics.fmean(values) for values in (found.values(), [TABLE[side][task] for task in found]))
-        near.append(abs(mine - paper) <= NEAR)
-        close.append(abs(mine - paper) <= 2 * NEAR)
-        shown.append(f"{side} {mine:.2f} (paper {paper:.2f})")
-    return judged(all(near), all(close), ours="mean over tasks: " + "; ".join(shown))
+def _paper_mean(found: dict[str, Any], side: str) -> float:
+    return statistics.fmean(TABLE[side][task] for task in found["means"][side])
 
 
-def _around(rows: Rows) -> Judgement:
-    found = _means(rows, NYSTROM, AFTER)
-    whole = all(abs(value - 1) <= ONE for value in found.values())
-    shape = abs(statistics.fmean(found.values()) - 1) <= ONE
-    return judged(whole, shape, ours=_shown(rows, [NYSTROM], AFTER))
+def _stable(read: str, of: str) -> Judge:
+    """Whether both are below 1 on all tasks, surely; same shape: their means over the tasks are."""
+    return Judge(_read(read, *GAUSSIAN), below(1).of("high", "with the 95 % interval over seeds, on every task"),
+                 below(1).of("average", "in the means over the tasks"), _shown, of=of)  # fmt: skip
 
 
-def _alike(rows: Rows) -> Judgement:
+def _size(by: float) -> Criterion:
+    return Criterion(f"within {by:g} of the paper's", lambda found: all(
+        abs(mean - _paper_mean(found, side)) <= by for side, mean in found["average"].items()))  # fmt: skip
+
+
+def _apart(rows: Rows) -> dict[str, float]:
+    """Between Skyformer and kernelized attention: the largest difference of a task, and that of the means."""
     kernel, sky = (_means(rows, side, AFTER) for side in GAUSSIAN)
-    most = max(abs(kernel[task] - sky[task]) for task in kernel)
-    mean = abs(statistics.fmean(kernel.values()) - statistics.fmean(sky.values()))
-    return judged(most <= ONE, mean <= ONE, ours=f"largest difference {most:.2f}, of means {mean:.2f}")
+    means = [statistics.fmean(some.values()) for some in (kernel, sky)]
+    return {"most": max(abs(kernel[task] - sky[task]) for task in kernel), "mean": abs(means[0] - means[1])}
 
 
-def _order(rows: Rows) -> Judgement:
-    found = {side: _means(rows, side, AFTER) for side in GAUSSIAN}
-    if any(set(each) != set(TASKS) for each in found.values()):
-        return not_run("needs all five tasks")
-    whole = all(max(each["Retrieval"], each["Image"]) < min(each["Text"], each["ListOps"]) for each in found.values())
-    highest, shown = [], []
+def _order(rows: Rows) -> dict[str, Any]:
+    """By method: the means by task, and Retrieval and Image less Text and ListOps, over seeds."""
+    if set(_tasks(rows)) != set(TASKS):
+        raise NotRun("needs all five tasks")
+    found = {}
     for side in GAUSSIAN:
-        runs = {task: ratios(rows, side, AFTER, task) for task in TASKS}
-        pairs = zip(runs["Retrieval"], runs["Image"], runs["Text"], runs["ListOps"], strict=True)
-        apart_ = estimate([(a + b) / 2 - (c + d) / 2 for a, b, c, d in pairs])
-        highest.append(apart_.mean if apart_.high is None else apart_.high)
-        shown.append(f"{side} {apart_.mean:+.2f}" + ("" if apart_.high is None else f" (at most {apart_.high:+.2f})"))
-    return judged(whole, max(highest) < 0, ours="Retrieval and Image less Text and ListOps: " + "; ".join(shown))
+        runs = [ratios(rows, side, AFTER, task) for task in ("Retrieval", "Image", "Text", "ListOps")]
+        apart = estimate([(a + b) / 2 - (c + d) / 2 for a, b, c, d in zip(*runs, strict=True)])
+        found[side] = {"means": [statistics.fmean(run) for run in runs], "apart": apart}
+    return found
 
 
-def _seeds(rows: Rows) -> Judgement:
-    if len({row["seed"] for row in rows}) < 2:
-        return not_run("one seed shows no spread")
-    tasks = _means(rows, KERNELIZED, AFTER)
-    found = {side: [statistics.stdev(ratios(rows, side, AFTER, task)) for task in tasks] for side in TABLE}
-    ours = "; ".join(f"{side} {min(each):.2f} to {max(each):.2f}" for side, each in found.items())
-    most = [max(found[side]) for side in GAUSSIAN]
-    return judged(max(most) <= SPREAD, min(max(found[side]) for side in TABLE) <= SPREAD, ours=ours)
+def _ordered(found: dict[str, Any]) -> str:
+    shown = {side: each["apart"] for side, each in found.items()}
+    return "Retrieval and Image less Text and ListOps: " + "; ".join(
+        f"{side} {apart.mean:+.2f}" + ("" if apart.high is None else f" (at most {apart.high:+.2f})")
+        for side, apart in shown.items()
+    )
 
 
-def _redrawn(rows: Rows) -> Judgement:
-    found = _means(rows, SKYFORMER, REDRAWN)
-    below = [value < 1 for value in found.values()]
-    return judged(all(below), statistics.fmean(found.values()) < 1, ours=_shown(rows, [SKYFORMER], REDRAWN))
+def _spreads(rows: Rows) -> dict[str, list[float]]:
+    """By method: the standard deviation over seeds, for each task."""
+    if len(distinct(rows, "seed")) < 2:
+        raise NotRun("one seed shows no spread")
+    return {side: [statistics.stdev(ratios(rows, side, AFTER, task)) for task in _tasks(rows)] for side in TABLE}
+
+
+def _around(value: float) -> bool:
+    return abs(value - 1) <= ONE
+
+
+_NARROW = each(f"at most {SPREAD:g} on every task", lambda spreads: max(spreads) <= SPREAD)
 
 
 def _tables(rows: Rows) -> list[Table]:
-    tasks = [task for task in TASKS if pick(rows, task=task)]
-    body = []
-    for side, paper in TABLE.items():
-        body.append([side, "paper", *(f"{paper[task]:.2f}" for task in tasks)])
-        for read in READ:
-            if read == REDRAWN and side != SKYFORMER:
-                continue  # nothing is drawn
-            body.append(["", read, *(_number(value) for value in _means(rows, side, read).values())])
-    seeds = len({row["seed"] for row in rows})
+    tasks, seeds = _tasks(rows), len(distinct(rows, "seed"))
+    lines = [(side, read) for side in TABLE for read in ("paper", *READ) if read != REDRAWN or side == SKYFORMER]
+
+    def entry(line: tuple[str, str], task: str) -> str:
+        side, read = line
+        return f"{TABLE[side][task]:.2f}" if read == "paper" else _number(_means(rows, side, read)[task])
+
+    def spread(side: str, task: str) -> str:
+        found = ratios(rows, side, AFTER, task)
+        return f"{_number(min(found))} to {_number(max(found))}"
+
     title = f"Instability score / that of self-attention, mean of {len(rows[0]['scores'])} steps and {seeds} seeds"
-    spans = [[side, *(_span(ratios(rows, side, AFTER, task)) for task in tasks)] for side in TABLE]
-    tables = [
-        Table(title, ["method", "read-out", *tasks], body),
-        Table(f"The same {AFTER}, lowest and highest of {seeds} seeds", ["method", *tasks], spans),
-    ]
-    softmax = [
-        [read, *(_score(pick(rows, side=EXACT, read=read, task=task)) for task in tasks)] for read in (AFTER, BEFORE)
-    ]
-    return [*tables, Table("Instability score of self-attention, mean", ["read-out", *tasks], softmax)]
-
-
-def _span(values: Sequence[float]) -> str:
-    return f"{_number(min(values))} to {_number(max(values))}"
-
-
-def _score(rows: Rows) -> str:
-    return f"{statistics.fmean(math.fsum(row['scores']) / len(row['scores']) for row in rows):.3g}"
+    return [
+        pivot(title, ["method", "read-out"], lines, tasks, entry,
+              lambda of: [of[0] if of[1] == "paper" else "", of[1]]),
+        pivot(f"The same {AFTER}, lowest and highest of {seeds} seeds", "method", TABLE, tasks, spread),
+        pivot("Instability score of self-attention, mean", "read-out", (AFTER, BEFORE), tasks, lambda read, task: (
+            f"{mean(pick(rows, side=EXACT, read=read, task=task), lambda row: statistics.fmean(row['scores'])):.3g}")),
+    ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     axes = panels(figure, 1, 3, size=(4.6, 3.9))
-    tasks = [task for task in TASKS if pick(rows, task=task)]
+    tasks = _tasks(rows)
     for panel, read in zip(axes, (AFTER, BEFORE, RELATIVE), strict=True):
         for number, (side, paper) in enumerate(TABLE.items()):
             where = [place + 0.22 * (number - 1) for place in range(len(tasks))]
-            each = [ratios(rows, side, read, task) for task in tasks]
-            means = [statistics.fmean(values) for values in each]
-            spread = [[m - min(v) for m, v in zip(means, each, strict=True)],
-                      [max(v) - m for m, v in zip(means, each, strict=True)]]  # fmt: skip
+            runs = [ratios(rows, side, read, task) for task in tasks]
+            means = [statistics.fmean(values) for values in runs]
+            spread = [[m - min(v) for m, v in zip(means, runs, strict=True)],
+                      [max(v) - m for m, v in zip(means, runs, strict=True)]]  # fmt: skip
             panel.errorbar(where, means, yerr=spread, linestyle="none", capsize=2, label=side, **style(number))
             if read == AFTER:
                 label = "paper" if number == 0 else None
                 panel.plot(where, [paper[task] for task in tasks], **PAPER, label=label)
-        panel.axhline(1, color="black", linewidth=0.8)
+        level(panel, 1)
         panel.set_xticks(range(len(tasks)), tasks, rotation=20)
         panel.set(title=f"Read out {read}", ylabel="score / that of self-attention", yscale="log")
         low, high = panel.get_ylim()
@@ -329,77 +214,50 @@ def _draw(rows: Rows, figure: Figure) -> None:
     legend_below(figure, axes[:1], 4, title="bars: lowest to highest seed")
 
 
-_SEEDS = (
-    "What decides here is the seed: the ratio of one method runs from 0.3 to 4.4 on Text and from 0.3 to 1.1 on Image; "
-    "on no task are all runs of both methods below 1. Batches here are of 8 texts, the paper's of 16 to 256; it states "
-    "one figure for each task, and no spread."
-)
+_WHERE = "appendix F, Table 1"
 STUDY = Study(
-    name="skyformer-instability",
-    title="How much states move for a small step of the weights, and what that hangs on",
-    paper="skyformer",
-    where="appendix F, Table 1",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="skyformer-instability", title="How much states move for a small step of the weights, and what that hangs on",
+    paper="skyformer", where=_WHERE, cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("data", "seeds"),
     claims=(
-        Claim(
-            "stable", "appendix F, Table 1", "kernelized attention and Skyformer have lower scores than self-attention "
-            "on every task", _paper(GAUSSIAN),
-            "read out behind the last LayerNorm: the 95 % interval over seeds lies below 1 for both methods on every "
-            "task; same shape: both means over the tasks do", _below(AFTER),
-            otherwise=_SEEDS,
-        ),
-        Claim(
-            "size", "appendix F, Table 1", "they are about a quarter lower", "means over the tasks: 0.72 and 0.74",
-            f"both means over the tasks within {NEAR} of the paper's; same shape: within {2 * NEAR}", _size,
-            otherwise=_SEEDS,
-        ),
-        Claim(
-            "nystrom", "appendix F, Table 1", "the score of Nystromformer, which approximates self-attention, "
-            "fluctuates around 1", _paper([NYSTROM]), f"within {ONE} of 1 on every task; same shape: in the mean",
-            _around,
-        ),
-        Claim(
-            "alike", "appendix F, Table 1", "Skyformer's scores are those of what it approximates",
-            "differences 0.00 to 0.05", f"within {ONE} of kernelized attention's on every task; same shape: in the "
-            "mean", _alike, otherwise=_SEEDS,
-        ),
-        Claim(
-            "order", "appendix F, Table 1", "the gain is larger on Retrieval and Image than on Text and ListOps",
-            "0.62 to 0.65 against 0.77 to 0.83", "both of the first below both of the others, for both methods; same "
-            "shape: their mean is, with the 95 % interval over seeds", _order, otherwise=_SEEDS,
-        ),
-        Claim(
-            "seeds", "not in the paper", "one run per task, as the paper's table has, tells the methods apart",
-            "no spread is stated", f"standard deviation over seeds at most {SPREAD} on every task for kernelized "
-            "attention and Skyformer; same shape: for one of the three methods", _seeds, ours=True,
-            otherwise="Weights and batches of another seed change the ratio by more than the paper's effect. "
-            "Nystromformer takes nearly the same steps as self-attention, so that most of this cancels; the Gaussian "
-            "kernel's steps are others.",
-        ),
-        Claim(
-            "before", "not in the paper", "the same holds before the last LayerNorm", "the paper does not say which "
-            "states it read out", "as the first claim, read out before the last LayerNorm", _below(BEFORE),
-            otherwise="The weights of both methods are not normalised, so that what attention adds grows with the "
-            "length and is far larger than what else the states hold. It moves in proportion. The last LayerNorm "
-            "divides that size away: lower scores behind it do not say that attention itself is more stable.",
-            ours=True,
-        ),
-        Claim(
-            "relative", "not in the paper", "the same holds for relative changes before the last LayerNorm", "-",
-            "as the first claim, with the score before the last LayerNorm divided by the squared size of the states",
-            _below(RELATIVE), ours=True,
-            otherwise="Ratios are those of the first read-out, or somewhat higher. " + _SEEDS,
-        ),
-        Claim(
-            "redrawn", "not in the paper", "Skyformer's score is low, too, where each evaluation draws its landmarks",
-            "the public code draws new ones at each call, also in evaluation", "below 1 on every task; same shape: in "
-            "the mean", _redrawn, ours=True,
-            otherwise="Two draws of landmarks differ by far more than a step of training changes: the score then "
-            "measures the draw.",
-        ),
+        Claim("stable", _WHERE,
+              "kernelized attention and Skyformer have lower scores than self-attention on every task",
+              _paper(*GAUSSIAN), judge=_stable(AFTER, "score / that of self-attention, after the last LayerNorm")),
+        Claim("size", _WHERE, "they are about a quarter lower", "means over the tasks: 0.72 and 0.74", judge=Judge(
+            _read(AFTER, *GAUSSIAN), _size(NEAR), _size(2 * NEAR), lambda found: "mean over tasks: " + "; ".join(
+                f"{side} {mean:.2f} (paper {_paper_mean(found, side):.2f})" for side, mean in found["average"].items()),
+            of="both means over the tasks")),
+        Claim("nystrom", _WHERE,
+              "the score of Nystromformer, which approximates self-attention, fluctuates around 1", _paper(NYSTROM),
+              judge=Judge(
+                  _read(AFTER, NYSTROM), each(f"within {ONE:g} of 1 on every task", _around).of("each"),
+                  each("in the mean", _around).of("average"), _shown)),
+        Claim("alike", _WHERE, "Skyformer's scores are those of what it approximates", "differences 0.00 to 0.05",
+              judge=Judge(_apart, at_most(ONE).of("most", "on every task"), at_most(ONE).of("mean", "in the mean"),
+                          "largest difference {most:.2f}, of means {mean:.2f}".format_map,
+                          of="difference from kernelized attention's")),
+        Claim("order", _WHERE, "the gain is larger on Retrieval and Image than on Text and ListOps",
+              "0.62 to 0.65 against 0.77 to 0.83", judge=Judge(
+                  _order, each("both of the first below both of the others, for both methods",
+                               lambda found: max(found["means"][:2]) < min(found["means"][2:])),
+                  each("their mean is, with the 95 % interval over seeds", lambda found: _highest(found["apart"]) < 0),
+                  _ordered)),
+        Claim("seeds", "not in the paper", "one run per task, as the paper's table has, tells the methods apart",
+              "no spread is stated", judge=Judge(
+                  _spreads, Criterion("at most 0.1 on every task for kernelized attention and Skyformer",
+                                      lambda found: _NARROW.holds([found[side] for side in GAUSSIAN])),
+                  _NARROW.once("for one of the three methods"),
+                  lambda found: "; ".join(f"{side} {min(x):.2f} to {max(x):.2f}" for side, x in found.items()),
+                  of="standard deviation over seeds"), ours=True),
+        Claim("before", "not in the paper", "the same holds before the last LayerNorm",
+              "the paper does not say which states it read out",
+              judge=_stable(BEFORE, "score / that of self-attention, before the last LayerNorm"), ours=True),
+        Claim("relative", "not in the paper", "the same holds for relative changes before the last LayerNorm", "-",
+              judge=_stable(RELATIVE, "the score before the last LayerNorm divided by the squared size of the states / "
+                            "that of self-attention"), ours=True),
+        Claim("redrawn", "not in the paper", "Skyformer's score is low, too, where each evaluation draws its landmarks",
+              "the public code draws new ones at each call, also in evaluation", judge=Judge(
+                  _read(REDRAWN, SKYFORMER), below(1).of("each", "on every task"),
+                  below(1).of("average", "in the mean"), _shown), ours=True),
     ),
 )  # fmt: skip

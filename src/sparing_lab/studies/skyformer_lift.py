@@ -39,7 +39,7 @@ def call_of(
     keep: Tensor | None = None,
     influence: Tensor | None = None,
 ) -> Call:
-    """What `attention` would hand to a method for queries [B, H, n, d], with that seed."""
+    """Return what `attention` would hand to a method for queries [B, H, n, d], with that seed."""
     return Call(
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         mask=Mask(keep=keep, influence=influence),
@@ -48,7 +48,7 @@ def call_of(
 
 
 def skyformer(spec: str | Skyformer) -> Skyformer:
-    """The method that has a lift."""
+    """Return the method that has a lift."""
     found = _method(spec)
     if not isinstance(found, Skyformer):
         raise TypeError(f"method={found} has no lift; skyformer does")
@@ -56,30 +56,30 @@ def skyformer(spec: str | Skyformer) -> Skyformer:
 
 
 def lifted(spec: str | Skyformer, q: Tensor, k: Tensor, **options: Any) -> Lifted:
-    """Both matrices, of queries and keys in float64; options: of `call_of`."""
+    """Return both matrices, of queries and keys in float64; options: of `call_of`."""
     chosen, call = skyformer(spec), call_of(q, **options)
     columns, middle, _ = chosen.lift(q, k, call)
     return Lifted(kernel_matrix(q, k, call.scale), columns @ chosen.solve(middle, columns.mT))
 
 
 def kernel_matrix(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """C-bar (B, H, n_q + n_k, n_q + n_k)."""
+    """Return C-bar (B, H, n_q + n_k, n_q + n_k)."""
     rows = math.sqrt(scale) * torch.cat([q, k], -2)
     return gaussian(rows, rows)
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
-    """Of a symmetric matrix, the least first; rounding may have made it less than symmetric."""
+    """Return the eigenvalues of a symmetric matrix, the least first; rounding may have made it asymmetric."""
     return torch.linalg.eigvalsh((matrix + matrix.mT) / 2)
 
 
 def lowest(matrix: Tensor) -> float:
-    """The least eigenvalue of all matrices of a batch."""
+    """Return the least eigenvalue of all matrices of a batch."""
     return float(eigenvalues(matrix).min())
 
 
 def promise(exact: Tensor, n: int, eps: float, delta: float, *, factor: float = 1.0) -> Promise:
-    """Theorem 2 for C-bar (2n, 2n), with lambda = factor eps |C|; a factor of 2 is enough for |C - C-tilde|.
+    """Return Theorem 2 for C-bar (2n, 2n) with lambda = factor eps |C|; a factor of 2 is enough for |C - C-tilde|.
 
     landmarks >= 56/3 d_stat/beta log(4n/delta), where d_stat/beta = 2n times the largest leverage
     """
@@ -91,7 +91,7 @@ def promise(exact: Tensor, n: int, eps: float, delta: float, *, factor: float = 
 
 
 def circle(n: int, *, radius: float = 0.6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """n queries and n keys [1, 1, n, 2] on a circle, for a scale of 1.
+    """Return n queries and n keys [1, 1, n, 2] on a circle, for a scale of 1.
 
     Their leverages are nearly equal, so that Theorem 2 asks for fewer landmarks than there are rows.
     """
@@ -106,7 +106,7 @@ STARTS = ("identity", "transpose")
 
 
 def iterated(w: Tensor, steps: int, *, start: str = "identity", factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The inverse of W (..., m, m) after so many steps, and I - A Z, what is missing, for the scaled matrix A.
+    """Return the inverse of W (..., m, m) after so many steps, and what is missing, I - A Z, for the scaled A.
 
     factor: of the start; more than 1 from the identity, or more than the largest column sum from the transpose, and
         the iterates can exceed the inverse.

@@ -8,43 +8,16 @@ Reformer has queries apart from keys, BigBird no random blocks; Informer is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import Any
 
-from sparing_lab.studies._arena import (
-    BIGBIRD,
-    EXACT,
-    FEATURES,
-    KERNELIZED,
-    LINFORMER,
-    MATRIX,
-    NYSTROM,
-    PAPER_SETUPS,
-    PERFORMER,
-    REFORMER,
-    SIDES,
-    SKYFORMER,
-    TASKS,
-    Setup,
-    cost_at,
-    data_of,
-    spec_of,
-    train_one,
-    training_cell,
-)
-from sparing_lab.studies._arena_shown import (
-    NOISE,
-    draw,
-    faster_by,
-    learned_tasks,
-    mean_points,
-    noise_between,
-    points_of,
-    smaller_by,
-    tables,
-)
-from sparing_lab.studies._arena_tables import HOURS, LENGTHS, MEMORY, ratios
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, judged, not_run, pick
+from sparing_lab.studies import _arena as arena
+from sparing_lab.studies import _arena_shown as shown
+from sparing_lab.studies._arena import EXACT, KERNELIZED, LINFORMER, MATRIX, SIDES, SKYFORMER, TASKS, Setup
+from sparing_lab.studies._arena_shown import HOURS, LENGTHS, MEMORY, NOISE, mean_points, ratios
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, above, each, rises, within
+from sparing_lab.studies.rows import Cell, Row, Rows, pick
+from sparing_lab.studies.study import Claim, Settings, Study
 
 SMALL = {
     "Text": Setup(128, 16, 3e-3, 100, 0.1, features=16),
@@ -60,8 +33,8 @@ NEAR = 0.8  #: of the paper's ratio is as good as it
 
 
 def _cells(settings: Settings) -> list[Cell]:
-    data = data_of(settings, list(TASKS))
-    setups = SMALL if settings.small else PAPER_SETUPS
+    data = arena.data_of(settings, list(TASKS))
+    setups = SMALL if settings.small else arena.PAPER_SETUPS
     narrow = NARROW if settings.small else {}
 
     def every(setup: Setup) -> int:
@@ -71,12 +44,12 @@ def _cells(settings: Settings) -> list[Cell]:
         return 3 if not settings.small else 1 if task in UNLEARNED else 2
 
     found = [
-        training_cell(task, side, setup, seed=seed, data=data[task], evaluate=every(setup), **narrow)
+        arena.training_cell(task, side, setup, seed=seed, data=data[task], evaluate=every(setup), **narrow)
         for task, setup in setups.items()
         for seed in range(settings.seeds or seeds_of(task))
         for side in SIDES
     ]
-    specs = {side: spec_of(side, FEATURES) for side in (MATRIX, *SIDES)}
+    specs = {side: arena.spec_of(side, arena.FEATURES) for side in (MATRIX, *SIDES)}
     costs = [
         {"what": "cost", "length": length, "batch": 1, "specs": specs, "seconds": SECONDS[settings.scale]}
         for length in LENGTHS
@@ -85,215 +58,151 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 def _measure(settings: Settings, cell: Cell) -> Row | list[Row]:
-    return cost_at(cell) if cell["what"] == "cost" else train_one(cell)
+    return arena.cost_at(cell) if cell["what"] == "cost" else arena.train_one(cell)
 
 
-def _means(rows: Rows, sides: Sequence[str]) -> str:
-    return ", ".join(f"{side} {mean_points(rows, side):.1f}" for side in sides)
+def _against(other: str, *sides: str) -> Any:
+    """The function that gives the lead of sides over another in the mean over tasks, with the noise of that."""
+
+    def figures(rows: Rows) -> dict[str, Any]:
+        if not (tasks := shown.learned_tasks(rows)):
+            raise NotRun("no task was learned")
+        means = {side: mean_points(rows, side) for side in SIDES}
+        noise = {side: shown.noise_between(rows, side, other) for side in sides}
+        leads = {side: (means[side] - means[other], noise[side]) for side in sides}
+        return {"leads": leads, "means": means, "noise": max(noise.values()), "tasks": tasks}
+
+    return figures
 
 
-_NOTHING = not_run("no task was learned")
+_OTHERS = [side for side in SIDES if side != SKYFORMER]
+_REST = [side for side in SIDES if side != LINFORMER]
+_KEEPS = each("not lower by more than the noise", lambda lead: lead[0] >= -lead[1])
+_AHEAD = each("higher by more than the noise", lambda lead: lead[0] > lead[1])
 
 
-def _keeps(sides: Sequence[str], against: str) -> Callable[[Rows], Judgement]:
-    """None is behind in the mean; same shape: one is not."""
-
-    def judge(rows: Rows) -> Judgement:
-        if not learned_tasks(rows):
-            return _NOTHING
-        base = mean_points(rows, against)
-        kept = [mean_points(rows, side) >= base - noise_between(rows, side, against) for side in sides]
-        ours = (
-            f"{_means(rows, [*sides, against])} (noise {max(noise_between(rows, side, against) for side in sides):.1f})"
-        )
-        return judged(all(kept), any(kept), ours=f"{ours}; {', '.join(learned_tasks(rows))}")
-
-    return judge
+def _means(found: dict[str, Any], sides: Sequence[str]) -> str:
+    return ", ".join(f"{side} {found['means'][side]:.1f}" for side in sides)
 
 
-def _ahead(rows: Rows) -> Judgement:
-    if not learned_tasks(rows):
-        return _NOTHING
-    gain = mean_points(rows, SKYFORMER) - mean_points(rows, EXACT)
-    limit = noise_between(rows, SKYFORMER, EXACT)
-    return judged(gain > limit, ours=f"{gain:+.1f} points (noise {limit:.1f})")
+def _keeps(sides: Sequence[str], against: str) -> Judge:
+    """Whether none is behind in the mean; same shape: one is not."""
+    return Judge(
+        _against(against, *sides), _KEEPS.of("leads"), _KEEPS.once().of("leads"), lambda found: (
+            f"{_means(found, [*sides, against])} (noise {found['noise']:.1f}); {', '.join(found['tasks'])}"),
+        of=f"mean over the tasks that are learned; noise: two standard errors, at least {NOISE:g} points",
+    )  # fmt: skip
 
 
-def _first(rows: Rows) -> Judgement:
-    if not learned_tasks(rows):
-        return _NOTHING
-    mine = mean_points(rows, SKYFORMER)
-    others = {
-        side: (mean_points(rows, side), noise_between(rows, side, SKYFORMER)) for side in SIDES if side != SKYFORMER
-    }
-    whole = all(mine > mean + limit for mean, limit in others.values())
-    shape = all(mine >= mean - limit for mean, limit in others.values())
-    order = sorted(SIDES, key=lambda side: -mean_points(rows, side))
-    return judged(whole, shape, ours=_means(rows, order[: max(3, order.index(SKYFORMER) + 1)]))
+def _first(found: dict[str, Any]) -> str:
+    order = sorted(SIDES, key=lambda side: -found["means"][side])
+    return _means(found, order[: max(3, order.index(SKYFORMER) + 1)])
 
 
-def _behind(rows: Rows) -> Judgement:
-    if not learned_tasks(rows):
-        return _NOTHING
-    mean = mean_points(rows, LINFORMER)
-    less = {
-        side: mean_points(rows, side) - mean > noise_between(rows, side, LINFORMER)
-        for side in SIDES
-        if side != LINFORMER
-    }
-    lowest = min(SIDES, key=lambda side: mean_points(rows, side))
-    ours = f"{_means(rows, [LINFORMER, EXACT])}; lowest is {lowest} with {mean_points(rows, lowest):.1f}"
-    return judged(all(less.values()), less[EXACT], ours=ours)
+def _lowest(found: dict[str, Any]) -> str:
+    lowest = min(SIDES, key=found["means"].__getitem__)
+    return f"{_means(found, [LINFORMER, EXACT])}; lowest is {lowest} with {found['means'][lowest]:.1f}"
 
 
-def _chance(rows: Rows) -> Judgement:
-    shown = []
-    for task in TASKS:
-        (row, *_) = pick(rows, what="train", task=task, side=EXACT)
-        shown.append(f"{task} {points_of(rows, EXACT, task):.0f} (chance {100 * row['chance']:.0f})")
-    count = len(learned_tasks(rows))
-    return judged(count == len(TASKS), count >= 3, ours=", ".join(shown))
+def _learned(rows: Rows) -> dict[str, Any]:
+    chances = {task: pick(rows, what="train", task=task, side=EXACT)[0]["chance"] for task in TASKS}
+    return {"points": {task: (shown.points_of(rows, EXACT, task), 100 * chance) for task, chance in chances.items()},
+            "count": len(shown.learned_tasks(rows))}  # fmt: skip
+
+
+def _gains(side: str, against: str = MATRIX) -> Any:
+    return lambda rows: {length: shown.faster_by(rows, side, length, against) for length in LENGTHS}
+
+
+def _memory(against: str) -> Any:
+    def figures(rows: Rows) -> dict[int, float]:
+        found = {length: shown.smaller_by(rows, SKYFORMER, length, against) for length in LENGTHS}
+        if None in found.values():
+            raise NotRun("this system does not tell a peak of memory")
+        return {length: value for length, value in found.items() if value is not None}
+
+    return figures
+
+
+_LONGEST = LENGTHS[-1]
+_FORM = "{value:.1f} at {key}"
 
 
 def _by_length(found: dict[int, float]) -> str:
     return ", ".join(f"{value:.1f} at {length}" for length, value in found.items())
 
 
-def _fast(against: str) -> Callable[[Rows], Judgement]:
-    def judge(rows: Rows) -> Judgement:
-        found = {length: faster_by(rows, SKYFORMER, length, against) for length in LENGTHS}
-        paper = ratios(HOURS, SKYFORMER)[LENGTHS[-1]]
-        last = found[LENGTHS[-1]]
-        return judged(last >= NEAR * paper, last > 1, ours=_by_length(found))
-
-    return judge
+def _enough(paper: dict[int, float]) -> Criterion:
+    return Criterion(f"at least {NEAR:g} of the paper's ratio at {', '.join(map(str, paper))} tokens",
+                     lambda found: all(found[length] >= NEAR * theirs for length, theirs in paper.items()))  # fmt: skip
 
 
-def _grows(rows: Rows) -> Judgement:
-    found = {length: faster_by(rows, SKYFORMER, length) for length in LENGTHS}
-    values = list(found.values())
-    whole = all(a < b for a, b in pairwise(values)) and values[0] > 1
-    return judged(whole, values[-1] > values[0], ours=_by_length(found))
+def _fast(against: str) -> Judge:
+    paper = {_LONGEST: ratios(HOURS, SKYFORMER)[_LONGEST]}
+    return Judge(_gains(SKYFORMER, against), _enough(paper), above(1).of(_LONGEST, "at 4096"), _FORM,
+                 of=f"time of {against} / Skyformer")  # fmt: skip
 
 
-def _light(against: str) -> Callable[[Rows], Judgement]:
-    def judge(rows: Rows) -> Judgement:
-        known = {length: smaller_by(rows, SKYFORMER, length, against) for length in LENGTHS}
-        found = {length: value for length, value in known.items() if value is not None}
-        if len(found) < len(known):
-            return not_run("this system does not tell a peak of memory")
-        paper = ratios(MEMORY, SKYFORMER)
-        whole = all(value >= NEAR * paper[length] for length, value in found.items())
-        return judged(whole, found[LENGTHS[-1]] > 1, ours=_by_length(found))
-
-    return judge
+def _light(against: str) -> Judge:
+    return Judge(_memory(against), _enough(ratios(MEMORY, SKYFORMER)), above(1).of(_LONGEST, "at 4096"), _FORM,
+                 of=f"memory of {against} / Skyformer")  # fmt: skip
 
 
-def _kernelized(rows: Rows) -> Judgement:
-    found = {length: faster_by(rows, KERNELIZED, length) for length in LENGTHS}
-    near = [0.8 <= value <= 1.5 for value in found.values()]
-    return judged(all(near), any(near), ours=_by_length(found))
+def _fastest(rows: Rows) -> dict[int, str]:
+    """By length: the side that takes the least time."""
+    return {length: min(pick(rows, what="cost", length=length), key=lambda row: row["seconds"])["side"]
+            for length in LENGTHS}  # fmt: skip
 
 
-def _least(rows: Rows) -> Judgement:
-    firsts = []
-    for length in LENGTHS:
-        costs = {row["side"]: row["seconds"] for row in pick(rows, what="cost", length=length)}
-        firsts.append(min(costs, key=lambda side: costs[side]))
-    ours = ", ".join(f"{first} at {length}" for first, length in zip(firsts, LENGTHS, strict=True))
-    return judged(all(first == LINFORMER for first in firsts), LINFORMER in firsts, ours=ours)
-
-
-_CPU = (
-    "Torch's fused attention never holds the n x n matrix: the paper's rival, which did, is measured beside it, and is "
-    "what the paper's ratios are about."
-)
+_LINFORMER = each("Linformer", lambda side: side == LINFORMER)
 STUDY = Study(
-    name="skyformer-lra",
-    title="The Long Range Arena with every method under one protocol: accuracy, time, memory",
-    paper="skyformer",
-    where="main paper, tables 1 and 2",
-    cells=_cells,
-    measure=_measure,
-    tables=tables,
-    draw=draw,
-    timed=True,
-    options=("data", "seeds"),
+    name="skyformer-lra", title="The Long Range Arena with every method under one protocol: accuracy, time, memory",
+    paper="skyformer", where="main paper, tables 1 and 2", cells=_cells, measure=_measure, tables=shown.tables,
+    draw=shown.draw, timed=True, options=("data", "seeds"),
     claims=(
-        Claim(
-            "comparable", "table 1", "kernelized attention and Skyformer are as accurate as self-attention or more",
-            "means 58.6 and 59.4 against 57.4",
-            "mean over the tasks that are learned not lower by more than two standard errors (of held-out examples and "
-            f"seeds; at least {NOISE:g} points), for both; same shape: for one", _keeps((KERNELIZED, SKYFORMER), EXACT),
-        ),
-        Claim(
-            "better", "table 1", "Skyformer is more accurate than self-attention", "+2.0 points in the mean, +2.75 on "
-            "Text, +1.37 on Retrieval", "mean higher by more than two standard errors (at least "
-            f"{NOISE:g} points)", _ahead,
-            otherwise="It is ahead by less than what two runs of one method differ by: nothing can be said at this "
-            "scale. The paper states no spread.",
-        ),
-        Claim(
-            "first", "table 1", "Skyformer has the highest mean of all", "59.39; then BigBird 59.05, Reformer 58.99, "
-            "Nystromformer 58.93", "ahead of every other by more than the noise; same shape: no other is ahead of it "
-            "by more than that", _first,
-            otherwise="The paper's leads of 0.3 to 0.5 point, too, are stated without a spread.",
-        ),
-        Claim(
-            "target", "table 1", "Skyformer is as accurate as the attention that it approximates", "59.4 against 58.6",
-            "mean not lower by more than the noise", _keeps((SKYFORMER,), KERNELIZED),
-        ),
-        Claim(
-            "others", "table 1", "Nystromformer, Performer, Reformer and BigBird, too, keep up with self-attention",
-            "58.9, 58.0, 59.0, 59.1 against 57.4", "no mean lower by more than the noise; same shape: at least one",
-            _keeps((NYSTROM, PERFORMER, REFORMER, BIGBIRD), EXACT),
-            otherwise="Performer falls far behind on Image, with 16 random features that are drawn anew at each step. "
-            "With 64 it got 46 % in place of 24 % in a run that was made beside these: there are too few of them.",
-        ),
-        Claim(
-            "linformer", "table 1", "Linformer is the least accurate of these", "54.7 against 57.4 and more",
-            "below every other by more than the noise; same shape: below self-attention", _behind,
-            otherwise="The paper's code never trains Linformer's projection; here it is learned.",
-        ),
-        Claim(
-            "faster", "table 2", "Skyformer trains nearly 4 times as fast as self-attention at 4096 tokens",
-            f"time of self-attention / Skyformer: {_by_length(ratios(HOURS, SKYFORMER))}",
-            f"at 4096 tokens at least {NEAR:g} of the paper's ratio to self-attention with its matrix in memory; same "
-            "shape: faster", _fast(MATRIX),
-        ),
-        Claim(
-            "longer", "table 2", "the gain grows with the length", _by_length(ratios(HOURS, SKYFORMER)),
-            "above 1 at 1024 tokens, and higher at each doubling; same shape: higher at 4096 than at 1024", _grows,
-        ),
-        Claim(
-            "memory", "table 2", "Skyformer needs less memory than self-attention",
-            _by_length(ratios(MEMORY, SKYFORMER)), f"at least {NEAR:g} of the paper's ratio at each length; same "
-            "shape: less at 4096 tokens", _light(MATRIX),
-        ),
-        Claim(
-            "kernelized", "table 2", "kernelized attention takes about as long as self-attention",
-            _by_length(ratios(HOURS, KERNELIZED)), "ratio 0.8 to 1.5 at each length; same shape: at one", _kernelized,
-            otherwise="Here the distances of all pairs are formed in float64, by operations of torch that each hold a "
-            "matrix; softmax is one operation.",
-        ),
-        Claim(
-            "least", "table 2", "Linformer takes the least time of all", "on every task", "at each length; same shape: "
-            "at one", _least,
-        ),
-        Claim(
-            "fused", "not in the paper", "Skyformer is as much faster than fused exact attention", "-",
-            "as 'faster', against torch's fused attention", _fast(EXACT), ours=True, otherwise=_CPU,
-        ),
-        Claim(
-            "fused-memory", "not in the paper", "Skyformer needs as much less memory than fused exact attention", "-",
-            "as 'memory', against torch's fused attention", _light(EXACT), ours=True, otherwise=_CPU,
-        ),
-        Claim(
-            "learned", "not in the paper", "the models of this run have learned their tasks", "-",
-            "some model of each task is above chance by three standard errors; same shape: on three tasks", _chance,
-            ours=True,
-            otherwise="Retrieval and Pathfinder are not learned in the few steps of this scale: their accuracies are "
-            "chance, and they are left out of all means.",
-        ),
+        Claim("comparable", "table 1", "kernelized attention and Skyformer are as accurate as self-attention or more",
+              "means 58.6 and 59.4 against 57.4", judge=_keeps((KERNELIZED, SKYFORMER), EXACT)),
+        Claim("better", "table 1", "Skyformer is more accurate than self-attention",
+              "+2.0 points in the mean, +2.75 on Text, +1.37 on Retrieval", judge=Judge(
+                  _against(EXACT, SKYFORMER), _AHEAD.of("leads"), shows=lambda found: (
+                      "{:+.1f} points (noise {:.1f})".format(*found["leads"][SKYFORMER])),
+                  of="mean over the tasks that are learned")),
+        Claim("first", "table 1", "Skyformer has the highest mean of all",
+              "59.39; then BigBird 59.05, Reformer 58.99, Nystromformer 58.93", judge=Judge(
+                  _against(SKYFORMER, *_OTHERS), each("ahead of every other by more than the noise", lambda lead: (
+                      -lead[0] > lead[1])).of("leads"),
+                  each("no other is ahead of it by more than that", lambda lead: lead[0] <= lead[1]).of("leads"),
+                  _first)),
+        Claim("target", "table 1", "Skyformer is as accurate as the attention that it approximates",
+              "59.4 against 58.6", judge=_keeps((SKYFORMER,), KERNELIZED)),
+        Claim("others", "table 1", "Nystromformer, Performer, Reformer and BigBird, too, keep up with self-attention",
+              "58.9, 58.0, 59.0, 59.1 against 57.4",
+              judge=_keeps((arena.NYSTROM, arena.PERFORMER, arena.REFORMER, arena.BIGBIRD), EXACT)),
+        Claim("linformer", "table 1", "Linformer is the least accurate of these", "54.7 against 57.4 and more",
+              judge=Judge(
+                  _against(LINFORMER, *_REST), _AHEAD.of("leads"), Criterion("self-attention is", lambda found: (
+                      found["leads"][EXACT][0] > found["leads"][EXACT][1])), _lowest, of="every other")),
+        Claim("faster", "table 2", "Skyformer trains nearly 4 times as fast as self-attention at 4096 tokens",
+              f"time of self-attention / Skyformer: {_by_length(ratios(HOURS, SKYFORMER))}", judge=_fast(MATRIX)),
+        Claim("longer", "table 2", "the gain grows with the length", _by_length(ratios(HOURS, SKYFORMER)), judge=Judge(
+            _gains(SKYFORMER), rises("the length") & above(1).of(LENGTHS[0], "at 1024"),
+            Criterion("higher at 4096 than at 1024", lambda found: found[_LONGEST] > found[LENGTHS[0]]), _FORM)),
+        Claim("memory", "table 2", "Skyformer needs less memory than self-attention",
+              _by_length(ratios(MEMORY, SKYFORMER)), judge=_light(MATRIX)),
+        Claim("kernelized", "table 2", "kernelized attention takes about as long as self-attention",
+              _by_length(ratios(HOURS, KERNELIZED)), judge=Judge(
+                  _gains(KERNELIZED), within(0.8, 1.5), within(0.8, 1.5).once("at one"), _FORM,
+                  of="ratio at each length")),
+        Claim("least", "table 2", "Linformer takes the least time of all", "on every task", judge=Judge(
+            _fastest, _LINFORMER, _LINFORMER.once("at one"), "{value} at {key}", of="fastest at each length")),
+        Claim("fused", "not in the paper", "Skyformer is as much faster than fused exact attention", "-",
+              judge=_fast(EXACT), ours=True),
+        Claim("fused-memory", "not in the paper", "Skyformer needs as much less memory than fused exact attention", "-",
+              judge=_light(EXACT), ours=True),
+        Claim("learned", "not in the paper", "the models of this run have learned their tasks", "-", judge=Judge(
+            _learned, Criterion("on every task", lambda found: found["count"] == len(TASKS)),
+            Criterion("on three tasks", lambda found: found["count"] >= 3), lambda found: ", ".join(
+                f"{task} {mine:.0f} (chance {chance:.0f})" for task, (mine, chance) in found["points"].items()),
+            of="some model is above chance by three standard errors"), ours=True),
     ),
 )  # fmt: skip

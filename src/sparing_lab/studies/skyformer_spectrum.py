@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,19 +17,17 @@ from sparing.documents import Documents
 from sparing.functional import attention
 from sparing.transformers.watch import Seen, rehearse
 from sparing.workbench.swap import cut
-from sparing_lab.report.figure import PAPER, legend_below, panels, style
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.figure import PAPER, Figure, legend_below, panels, style
+from sparing_lab.papers import numbers
+from sparing_lab.studies.judges import Criterion, Judge, ahead
+from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, pick
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing
 from sparing_lab.tasks import listops
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WIDTH = 64  #: columns of the paper's matrices; heads stand side by side until they have so many
 LAYER = 2  #: the paper's
-#: Read off the paper's figure by eye: the values of numbers 10 and 64. Number 1 is 150 to 280.
-READ_OFF = {
-    "Retrieval": (1.2, 3.5e-3), "Pathfinder": (0.85, 2.5e-3), "Text": (0.23, 5e-4), "ListOps": (0.07, 1e-4),
-}  # fmt: skip
+READ_OFF = numbers("skyformer", "singular values")  #: by task: the values of numbers 10 and 64
 FIRST = 200.0  #: the paper's value number 1, about
 WEIGHTS = ("pretrained", "random")
 LISTS = 40  #: of ListOps
@@ -81,7 +78,7 @@ _pretrained = functools.lru_cache(maxsize=1)(subject.load)
 
 
 def untrained(found: subject.Subject, *, seed: int = 0) -> subject.Subject:
-    """The same model, with the weights that training would start from, and no more layers than are looked at."""
+    """Return the same model with untrained weights, and no more layers than are measured."""
     config = copy.deepcopy(found.model.config)
     config.num_hidden_layers = LAYER
     with torch.random.fork_rng():
@@ -103,7 +100,7 @@ class _EnoughError(Exception):
 
 @torch.no_grad()
 def outputs(found: subject.Subject, ids: Tensor) -> list[Tensor]:
-    """What the heads of the second layer say, side by side: [documents x blocks, n, 64] for each document [n]."""
+    """Return the outputs of the second layer's heads, side by side: [documents x blocks, n, 64] for each document."""
     kept: list[Tensor] = []
     seen: list[str] = []
 
@@ -127,7 +124,7 @@ def outputs(found: subject.Subject, ids: Tensor) -> list[Tensor]:
 
 
 def blocks(heads: Tensor) -> Tensor:
-    """[H, n, d] as matrices with 64 columns, of one head or more; with all heads' where these are fewer."""
+    """Return [H, n, d] as matrices with 64 columns, of one head or more; with all heads' where these are fewer."""
     count, n, d = heads.shape
     each = max(1, min(count, WIDTH // d))
     whole = heads[: count // each * each]  # heads that are left over are left out
@@ -135,7 +132,7 @@ def blocks(heads: Tensor) -> Tensor:
 
 
 def spectrum(found: Sequence[Tensor]) -> Row:
-    """Means over all matrices [..., n, e]: singular values, stable rank, how many are above a thousandth."""
+    """Return means over all matrices [..., n, e]: singular values, stable rank, how many are above a thousandth."""
     values = torch.cat([torch.linalg.svdvals(each.double()) for each in found])  # (matrices, e)
     first = values[:, :1]
     return {
@@ -148,120 +145,92 @@ def spectrum(found: Sequence[Tensor]) -> Row:
 
 
 def mean_row(found: Tensor) -> Tensor:
-    """The share of the squared size of [..., n, e] that is left if every row is the mean of all rows."""
+    """Return the share of the squared size of [..., n, e] that is left if every row is the mean of all rows."""
     found = found.double()
     return found.shape[-2] * found.mean(-2).square().sum(-1) / found.square().sum((-2, -1))
 
 
 def ratio(row: Row, number: int) -> float:
-    """Singular value of that number against the first."""
+    """Return the singular value of that number / the first."""
     return float(row["values"][min(number, len(row["values"])) - 1] / row["values"][0])
 
 
-def _range(rows: Rows, number: int) -> str:
-    return f"{min(ratio(row, number) for row in rows):.1e} to {max(ratio(row, number) for row in rows):.1e}"
+def _decays(number: int, limit: float) -> Judge:
+    """Whether the singular value of that number is below a share of the first."""
+
+    def figures(rows: Rows) -> dict[str, list[float]]:
+        found = {model: [ratio(row, number) for row in some]
+                 for model, some in grouped(pick(rows, weights="pretrained"), "model").items()}  # fmt: skip
+        control = [ratio(row, number) for row in pick(rows, weights="random")]
+        return {**found, **({_CONTROL: control} if control else {})}
+
+    def fast(found: dict[str, list[float]]) -> list[bool]:
+        return [max(ratios) < limit for model, ratios in found.items() if model != _CONTROL]
+
+    return Judge(
+        figures, Criterion(f"below {limit:g} in every pretrained model on every text", lambda found: all(fast(found))),
+        Criterion("in one model", lambda found: any(fast(found))), lambda found: "; ".join(
+            f"{name} {min(ratios):.1e} to {max(ratios):.1e}" for name, ratios in found.items()),
+        of=f"singular value number {number} / number 1",
+    )  # fmt: skip
 
 
-def _by_model(rows: Rows) -> dict[str, list[Row]]:
-    found = pick(rows, weights="pretrained")
-    return {model: pick(found, model=model) for model in dict.fromkeys(row["model"] for row in found)}
+_CONTROL = "random weights"
 
 
-def _judge(number: int, limit: float, rows: Rows) -> Judgement:
-    models = _by_model(rows)
-    fast = {model: all(ratio(row, number) < limit for row in found) for model, found in models.items()}
-    shown = "; ".join(f"{model} {_range(found, number)}" for model, found in models.items())
-    control = pick(rows, weights="random")
-    shown += f"; random weights {_range(control, number)}" if control else ""
-    return judged(all(fast.values()), any(fast.values()), ours=shown)
-
-
-def _fast(rows: Rows) -> Judgement:
-    return _judge(10, 1e-2, rows)
-
-
-def _tail(rows: Rows) -> Judgement:
-    return _judge(64, 1e-4, rows)
-
-
-def _order(rows: Rows) -> Judgement:
-    tasks = {row["trained_on"]: ratio(row, 10) for row in rows if row.get("trained_on")}
-    if not set(READ_OFF) <= set(tasks):
-        return not_run("needs models that were trained on these tasks")
-    hard, easy = (min(tasks["Retrieval"], tasks["Pathfinder"]), max(tasks["Text"], tasks["ListOps"]))
-    return judged(hard > easy, ours=", ".join(f"{task} {found:.1e}" for task, found in tasks.items()))
+def _tasks(rows: Rows) -> dict[str, float]:
+    """By the task that a model was trained on: the singular value number 10 / number 1."""
+    found = {row["trained_on"]: ratio(row, 10) for row in rows if row.get("trained_on")}
+    return found if set(READ_OFF) <= set(found) else {}
 
 
 def _tables(rows: Rows) -> list[Table]:
-    columns = ["model", "weights", "text", "no. 10 / 1", "no. 64 / 1", "stable rank", "> 1e-3", "mean row"]
-    lines = [
-        [row["model"], row["weights"], row["text"], f"{ratio(row, 10):.1e}", f"{ratio(row, 64):.1e}",
-         f"{row['stable_rank']:.2f}", f"{row['above']:.0f} of {len(row['values'])}", f"{row['mean_row']:.1%}"]
-        for row in rows
-    ]  # fmt: skip
-    paper = [
-        [task, f"{tenth / FIRST:.1e}", f"{last / FIRST:.1e}"] for task, (tenth, last) in READ_OFF.items()
-    ]  # fmt: skip
+    rows = [{**row, "tenth": ratio(row, 10), "final": ratio(row, 64), "count": len(row["values"])} for row in rows]
+    paper = [{"task": task, "tenth": tenth / FIRST, "final": last / FIRST} for task, (tenth, last) in READ_OFF.items()]
+    ratios = {"no. 10 / 1": "{tenth:.1e}", "no. 64 / 1": "{final:.1e}"}
     return [
-        Table("Singular values of the second layer's output", columns, lines),
-        Table("The paper's, read off its figure (number 1 taken as 200)", ["task", "no. 10 / 1", "no. 64 / 1"], paper),
-    ]
+        listing("Singular values of the second layer's output", rows,
+                {"model": "{model}", "weights": "{weights}", "text": "{text}", **ratios,
+                 "stable rank": "{stable_rank:.2f}", "> 1e-3": "{above:.0f} of {count}", "mean row": "{mean_row:.1%}"}),
+        listing("The paper's, read off its figure (number 1 taken as 200)", paper, {"task": "{task}", **ratios}),
+    ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    texts = list(dict.fromkeys(row["text"] for row in rows))
+    texts, models = distinct(rows, "text"), grouped(rows, "model")
     axes = panels(figure, 1, len(models), size=(5.2, 4.2))
-    for model, each in zip(models, axes, strict=True):
-        for row in pick(rows, model=model):
-            look = {**style(texts.index(row["text"])), "markevery": (0, 9)}
+    for (model, some), panel in zip(models.items(), axes, strict=True):
+        for row in some:
             random = row["weights"] == "random"
-            words = row["text"] + (", random weights" if random else "")
             values = [value / row["values"][0] for value in row["values"]]
-            each.plot(
-                range(1, len(values) + 1), values, label=words, linestyle=":" if random else "-",
-                markerfacecolor="white" if random else None, **look,
+            panel.plot(
+                range(1, len(values) + 1), values, label=row["text"] + (", random weights" if random else ""),
+                linestyle=":" if random else "-", markerfacecolor="white" if random else None, markevery=(0, 9),
+                **style(texts.index(row["text"])),
             )  # fmt: skip
-        for number, (task, points) in enumerate(READ_OFF.items()):
+        for marker, (task, points) in zip("x+12", READ_OFF.items(), strict=True):
             ratios = [point / FIRST for point in points]
-            each.plot((10, 64), ratios, **{**PAPER, "marker": "x+12"[number]}, label=f"paper, read off: {task}")
-        each.set(
+            panel.plot((10, 64), ratios, **{**PAPER, "marker": marker}, label=f"paper, read off: {task}")
+        panel.set(
             yscale="log", xlabel="number of the singular value", ylabel="singular value / the largest",
-            title=f"{model}: second layer, n x {len(pick(rows, model=model)[0]['values'])}",
+            title=f"{model}: second layer, n x {len(some[0]['values'])}",
         )  # fmt: skip
     legend_below(figure, axes[:1], 3)
 
 
 STUDY = Study(
-    name="skyformer-spectrum",
-    title="How fast the singular values of attention's output fall off",
-    paper="skyformer",
-    where="appendix B, Figure 2",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    options=("data", "model"),
+    name="skyformer-spectrum", title="How fast the singular values of attention's output fall off", paper="skyformer",
+    where="appendix B, Figure 2", cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("data", "model"),
     claims=(
-        Claim(
-            "fast", "appendix B, Figure 2", "the singular values of attention's output decay fast",
-            "number 10 is 4e-4 (ListOps) to 6e-3 (Retrieval) of number 1",
-            "below 1e-2 in every pretrained model on every text; same shape: in one model", _fast,
-            otherwise="Pretrained layers decay far slower; untrained weights of the same architecture, measured beside "
-            "them, come near to the paper's figures. Untrained attention is nearly uniform: all rows of its output are "
-            "nearly the mean of the values, and that one row is nearly the whole matrix (column 'mean row'). A fast "
-            "decay by itself can therefore mean that attention does little. The paper's models, two layers of width 64 "
-            "trained on one task each, are not here; where they stand between the two is open.",
-        ),
-        Claim(
-            "tail", "appendix B, Figure 2", "the last of 64 is about 1e-5 of the first", "5e-7 (ListOps) to 2e-5 "
-            "(Retrieval)", "below 1e-4 in every pretrained model on every text; same shape: in one model", _tail,
-            otherwise="As above: untrained weights come near to it, pretrained ones do not.",
-        ),
-        Claim(
-            "order", "appendix B, Figure 2", "harder tasks decay slower: Retrieval and Pathfinder behind Text and "
-            "ListOps", "number 10 of Retrieval 1.2, Pathfinder 0.85, Text 0.23, ListOps 0.07",
-            "number 10 against number 1 is larger in both of the first than in both of the others", _order,
-        ),
+        Claim("fast", "appendix B, Figure 2", "the singular values of attention's output decay fast",
+              "number 10 is 4e-4 (ListOps) to 6e-3 (Retrieval) of number 1", judge=_decays(10, 1e-2)),
+        Claim("tail", "appendix B, Figure 2", "the last of 64 is about 1e-5 of the first",
+              "5e-7 (ListOps) to 2e-5 (Retrieval)", judge=_decays(64, 1e-4)),
+        Claim("order", "appendix B, Figure 2",
+              "harder tasks decay slower: Retrieval and Pathfinder behind Text and ListOps",
+              "number 10 of Retrieval 1.2, Pathfinder 0.85, Text 0.23, ListOps 0.07", judge=Judge(
+                  _tasks, ahead("Retrieval", of=("Text", "ListOps"), higher=True)
+                  & ahead("Pathfinder", of=("Text", "ListOps"), higher=True), shows="{key} {value:.1e}",
+                  of="number 10 / number 1", needs="needs models that were trained on these tasks")),
     ),
 )  # fmt: skip

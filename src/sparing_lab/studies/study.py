@@ -1,21 +1,24 @@
-"""What a study is: pieces of work, and claims of a paper that their results are held against."""
+"""What a study is: cells to measure, and claims of a paper that the rows are held against.
+
+A study is a page: `cells` lists what is measured, `measure` does one cell, `claims` name the figures that they are
+judged by, and `tables` and `draw` show the rows.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Cell = Mapping[str, Any]  #: what tells a piece of work from all others; JSON
-Row = dict[str, Any]  #: a measurement: its cell, and what was found; JSON
-Rows = Sequence[Row]
+from sparing_lab.figure import Figure
+from sparing_lab.studies.judges import Judge
+from sparing_lab.studies.rows import Cell, Row, Rows
+from sparing_lab.studies.tables import Table
 
 SCALES = ("small", "paper")
-Verdict = Literal["reproduces", "same shape", "does not", "not run"]
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,13 @@ class Settings:
 
     @property
     def usual(self) -> bool:
-        """Whether results are those that the claims' paragraphs are about."""
+        """Return whether the findings are about results of these settings."""
         return self.small and self.model is None
 
     def refuse_unused(self, wanted: str) -> None:
         """Raise where data were given and hold nothing for a study; wanted: files and their format."""
         if self.data is not None and not self.together:
             raise ValueError(f"data: {self.data} holds nothing for this study, which looks for {wanted}")
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What our figures say to a claim."""
-
-    verdict: Verdict
-    ours: str  #: the figures, in few words
 
 
 @dataclass(frozen=True)
@@ -67,19 +62,13 @@ class Claim:
     where: str  #: in the paper
     states: str
     paper: str  #: its figures, in few words
-    criterion: str  #: what "reproduces" takes, and "same shape" where that can be the answer
-    judge: Callable[[Rows], Judgement]
-    otherwise: str = ""  #: where it does not hold at small scale: why that is, as far as we know
+    judge: Judge
     ours: bool = False  #: a question of ours, which the paper does not put
 
-
-@dataclass(frozen=True)
-class Table:
-    """Figures for people."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    @property
+    def criterion(self) -> str:
+        """Return what "reproduces" takes, and "same shape" where that can be the answer."""
+        return self.judge.criterion
 
 
 @dataclass(frozen=True)
@@ -98,6 +87,27 @@ class Study:
     timed: bool = False  #: results belong to a machine
     version: int = 1  #: of what is measured; a higher one forgets kept results
     options: Sequence[str] = field(default=())  #: of `Settings` that change something: "data", "seeds", "model"
+    findings: Mapping[str, str] | None = None  #: by the claims' keys; None: those of the paper's file
+
+    def finding(self, key: str) -> str:
+        """Return why a claim does not hold at small scale, as far as we know; empty where nothing is known."""
+        found = findings(self.paper).get(self.name, {}) if self.findings is None else self.findings
+        return found.get(key, "")
+
+
+@functools.cache
+def findings(paper: str) -> dict[str, dict[str, str]]:
+    """Return a paper's findings, by study and claim: written from results, apart from the claims and their criteria."""
+    parts = re.split(
+        r"^(#+) (.*)$", resources.files(__package__).joinpath(f"findings/{paper}.md").read_text("utf-8"), flags=re.M
+    )
+    found: dict[str, dict[str, str]] = {}
+    study = ""
+    for marks, head, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        study = head if marks == "#" else study
+        keys = [] if marks == "#" else head.split(", ")
+        found.setdefault(study, {}).update(dict.fromkeys(keys, " ".join(text.split())))
+    return found
 
 
 #: The papers by their short names.
@@ -107,26 +117,3 @@ PAPERS = {
     "value-aware": "Gupta and Berant, Value-aware Approximate Attention (EMNLP 2021)",
     "skyformer": "Chen et al., Skyformer: Remodel Self-Attention with Gaussian Kernel and Nystrom Method (2021)",
 }
-
-
-def judged(whole: bool, shape: bool = False, *, ours: str) -> Judgement:
-    """From two answers to a verdict: does it hold as printed, and if not, does at least its shape?"""
-    return Judgement("reproduces" if whole else "same shape" if shape else "does not", ours)
-
-
-def not_run(why: str) -> Judgement:
-    """Where there is nothing to judge by: data or weights that are not here."""
-    return Judgement("not run", why)
-
-
-def pick(rows: Rows, **wanted: Any) -> list[Row]:
-    """The rows with these entries."""
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
-def the(rows: Rows, **wanted: Any) -> Row:
-    """The one row with these entries."""
-    found = pick(rows, **wanted)
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} rows have {wanted}")
-    return found[0]

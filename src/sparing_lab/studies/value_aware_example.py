@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparing.oracles.convex import ova_objective
-from sparing.workbench.estimate import exponent
-from sparing_lab.report.figure import panels, style
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparing_lab.figure import Figure, line, panels, style
+from sparing_lab.studies.judges import Criterion, Judge, each, exponent, rises
+from sparing_lab.studies.rows import Cell, Row, Rows, curve, pick, power, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing
 
 WEIGHTS = (0.25, 0.35, 0.40)
 LENGTHS = tuple(3.0 * 2**power for power in range(13))  #: of the third value, 3 and more
@@ -71,77 +69,78 @@ def _rankings(kernel: Callable[[Tensor], Tensor], draws: int) -> Row:
     }
 
 
-def _example(rows: Rows) -> Judgement:
-    found = the(rows, what="example")
-    close = all(abs(x - y) < 0.005 for x, y in zip(found["distances"], (2.4925, 3.1925, 3.7925), strict=True))
-    reverse = found["by_distance"] == [0, 1, 2] and found["by_weight"] == [2, 1, 0]
-    return judged(close and reverse, reverse, ours=", ".join(f"{x:.4f}" for x in found["distances"]))
+def _example(rows: Rows) -> Row:
+    return the(rows, what="example")
 
 
-def _norms(rows: Rows) -> Judgement:
-    found = the(rows, what="example")
-    order = " > ".join(f"v{index + 1}" for index in found["by_norm"])
-    return judged(found["by_norm"] != found["by_distance"], ours=order)
+def _growing(rows: Rows) -> dict[str, Any]:
+    """Errors by the length of v3, and where it is longest."""
+    both = {name: curve(pick(rows, what="growing"), "length", name) for name in ("oblivious", "aware")}
+    return {**both, "end": dict(list(both["oblivious"].items())[-4:])}
 
 
-def _growing(rows: Rows) -> Judgement:
-    found = sorted(pick(rows, what="growing"), key=lambda row: row["length"])
-    first, last = found[0], found[-1]
-    grows = all(a["oblivious"] < b["oblivious"] for a, b in pairwise(found))
-    slope = exponent([row["length"] for row in found[-4:]], [row["oblivious"] for row in found[-4:]])
-    ours = f"{first['oblivious']:.2f} at {first['length']:g}, {last['oblivious']:.3g} at {last['length']:g}"
-    ours += f", exponent {slope:.2f}; the nearest value's error, too: {last['aware']:.3g}"
-    return judged(grows and 1.9 < slope < 2.1, grows, ours=ours)
+def _grown(found: dict[str, Any]) -> str:
+    (low, first), *_, (high, last) = found["oblivious"].items()
+    aware = found["aware"][high]
+    return (
+        f"{first:.2f} at {low:g}, {last:.3g} at {high:g}, exponent {power(found['end']):.2f}; the nearest value's "
+        f"error, too: {aware:.3g}"
+    )
 
 
-def _skew(rows: Rows) -> Judgement:
-    powers = sorted(pick(rows, what="kernel"), key=lambda row: row["degree"])
-    agree = [row["agree"] for row in powers]
-    rises = agree[-1] > agree[0] and all(later > earlier - 0.02 for earlier, later in pairwise(agree))
-    skewed = powers[-1]["skew"] >= 0.5
-    ours = f"largest weight is best: degree 0 {agree[0]:.0%}, {powers[-1]['degree']} {agree[-1]:.0%}"
-    return judged(rises and skewed, rises, ours=f"{ours} (largest weight {powers[-1]['skew']:.2f})")
+def _powers(rows: Rows) -> dict[str, Any]:
+    """By the degree: how often the largest weight is best, and how large it is."""
+    return {name: curve(pick(rows, what="kernel"), "degree", name) for name in ("agree", "skew")}
 
 
-def _exponential(rows: Rows) -> Judgement:
-    low, soft = the(rows, what="kernel", degree=2), pick(rows, what="exp")
-    less = [low["skew"] < row["skew"] and low["agree"] < row["agree"] for row in soft]
-    shown = ", ".join(f"exp at spread {row['spread']:g} {row['skew']:.2f}" for row in soft)
-    return judged(all(less), less[-1], ours=f"largest weight: degree 2 {low['skew']:.2f}, {shown}")
+def _ends(found: dict[str, Any]) -> tuple[float, float, int]:
+    first, *_, last = found["agree"].values()
+    return first, last, list(found["agree"])[-1]
+
+
+def _less(rows: Rows) -> list[Row]:
+    """The exponential kernels, each beside the polynomial of degree 2."""
+    low = the(rows, what="kernel", degree=2)
+    return [{**row, "low": low["skew"], "less": low["skew"] < row["skew"] and low["agree"] < row["agree"]}
+            for row in pick(rows, what="exp")]  # fmt: skip
+
+
+_REVERSED = Criterion("ranking reversed", lambda row: (row["by_distance"], row["by_weight"]) == ([0, 1, 2], [2, 1, 0]))
+_RISES = Criterion(
+    "the largest weight is best in ever more draws (no step back by 2 points)",
+    lambda found: _ends(found)[1] > _ends(found)[0] and rises(room=0.02).holds(found["agree"]),
+)
 
 
 def _tables(rows: Rows) -> list[Table]:
-    found = the(rows, what="example")
+    found = _example(rows)
     three = [
         [f"v{i + 1}", f"{i + 1}", f"{WEIGHTS[i]:.2f}", f"{found['distances'][i]:.4f}",
          *(str(found[ranking].index(i) + 1) for ranking in ("by_distance", "by_weight", "by_norm"))]
         for i in range(3)
     ]  # fmt: skip
     columns = ["value", "length", "weight", "squared distance", "rank: distance", "weight", "weight x length"]
-    named = {row["degree"]: row for row in pick(rows, what="kernel")}
-    named |= {f"exp, spread {row['spread']:g}": row for row in pick(rows, what="exp")}
-    kernels = [[str(name), f"{row['skew']:.3f}", f"{row['agree']:.1%}"] for name, row in named.items()]
+    named = [{**row, "name": str(row["degree"])} for row in pick(rows, what="kernel")]
+    named += [{**row, "name": f"exp, spread {row['spread']:g}"} for row in pick(rows, what="exp")]
     return [
         Table("Three orthogonal values", columns, three),
-        Table("Kernels", ["degree", "largest weight, mean", "is the best choice"], kernels),
-    ]
+        listing("Kernels", named, {"degree": "{name}", "largest weight, mean": "{skew:.3f}",
+                                   "is the best choice": "{agree:.1%}"}),
+    ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     left, right = panels(figure, 1, 2)
-    growing = pick(rows, what="growing")
-    lengths = [row["length"] for row in growing]
-    left.plot(lengths, [row["oblivious"] for row in growing], label="largest weight (OVO-1)", **style(0))
-    left.plot(lengths, [row["aware"] for row in growing], label="nearest value (OVA-1)", **style(1))
+    growing, powers = _growing(rows), _powers(rows)
+    line(left, growing["oblivious"], "largest weight (OVO-1)", 0)
+    line(left, growing["aware"], "nearest value (OVA-1)", 1)
     left.plot([3, 3], [3.79, 2.49], "x", color="black", label="paper: 3.79 and 2.49")
     left.set(xscale="log", yscale="log", xlabel="length of v3", ylabel="squared error", title="The example, v3 growing")
-    powers = pick(rows, what="kernel")
-    degrees = [row["degree"] for row in powers]
-    right.plot(degrees, [row["agree"] for row in powers], label="largest weight is the best choice", **style(0))
-    right.plot(degrees, [row["skew"] for row in powers], label="largest weight, mean", **style(1))
-    for row, line in zip(pick(rows, what="exp"), ("--", "-.", (0, (1, 3))), strict=True):
+    line(right, powers["agree"], "largest weight is the best choice", 0)
+    line(right, powers["skew"], "largest weight, mean", 1)
+    for row, dash in zip(pick(rows, what="exp"), ("--", "-.", (0, (1, 3))), strict=True):
         label = f"largest weight, exp at spread {row['spread']:g}"
-        right.axhline(row["skew"], color=style(2)["color"], linestyle=line, label=label)
+        right.axhline(row["skew"], color=style(2)["color"], linestyle=dash, label=label)
     right.axhline(0.5, color="black", linestyle=":", label="1/2: from here on values do not matter")
     right.set(xlabel="degree of the polynomial kernel", ylabel="share", title=f"{KEYS} orthogonal values", ylim=(0, 1))
     for axes in (left, right):
@@ -151,38 +150,33 @@ def _draw(rows: Rows, figure: Figure) -> None:
 STUDY = Study(
     name="value-aware-example",
     title="Three values whose largest weight is the worst choice; why flat kernels need their values",
-    paper="value-aware",
-    where="section 3",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    paper="value-aware", where="section 3", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("seeds",),
     claims=(
-        Claim(
-            "example", "section 3", "the value with the least weight is nearest, that with the largest farthest",
-            "2.49 for v1, 3.79 for v3", "all three squared distances within 0.005, ranking reversed", _example,
-        ),
-        Claim(
-            "norms", "section 3", "weight x length, too, ranks them wrongly", "v3 first",
-            "its ranking differs from that by distance", _norms,
-        ),
-        Claim(
-            "unbounded", "section 3", "the error of the largest weight grows without bound with v3", "to infinity",
-            "grows at every step, in the end as the square of the length (exponent 1.9 to 2.1)", _growing,
-        ),
-        Claim(
-            "skew", "section 3", "the higher the degree, the less values matter: the largest weight passes 1/2",
-            "degree 0: only lengths count; high degrees: only weights do",
-            "the largest weight is best in ever more draws (no step back by 2 points), and is at least 1/2 on average "
-            "at the highest degree; same shape: only the first", _skew,
-        ),
-        Claim(
-            "exponential", "section 3", "a polynomial of degree 2 is less skewed than exp", "likely less skewed",
-            "smaller mean of the largest weight, and that is less often the best choice, at every spread of the inner "
-            "products; same shape: at the largest", _exponential,
-            otherwise="Whether it holds hangs on the spread of the inner products: exp sharpens with it, a power does "
-            "not change. At a spread of 1 degree 2 is the more skewed of the two.",
-        ),
+        Claim("example", "section 3", "the value with the least weight is nearest, that with the largest farthest",
+              "2.49 for v1, 3.79 for v3", judge=Judge(
+                  _example, Criterion("all three squared distances within 0.005", lambda row: all(
+                      abs(x - y) < 0.005 for x, y in zip(row["distances"], (2.4925, 3.1925, 3.7925), strict=True)))
+                  & _REVERSED, _REVERSED, lambda row: ", ".join(f"{x:.4f}" for x in row["distances"]))),
+        Claim("norms", "section 3", "weight x length, too, ranks them wrongly", "v3 first", judge=Judge(
+            _example, Criterion("its ranking differs from that by distance",
+                                lambda row: row["by_norm"] != row["by_distance"]),
+            shows=lambda row: " > ".join(f"v{index + 1}" for index in row["by_norm"]))),
+        Claim("unbounded", "section 3", "the error of the largest weight grows without bound with v3", "to infinity",
+              judge=Judge(_growing, rises().of("oblivious") & exponent(1.9, 2.1).of("end", "of the length, in the end"),
+                          rises().of("oblivious"), _grown)),
+        Claim("skew", "section 3", "the higher the degree, the less values matter: the largest weight passes 1/2",
+              "degree 0: only lengths count; high degrees: only weights do", judge=Judge(
+                  _powers, _RISES & Criterion("is at least 1/2 on average at the highest degree",
+                                              lambda found: list(found["skew"].values())[-1] >= 0.5), _RISES,
+                  lambda found: "largest weight is best: degree 0 {:.0%}, {} {:.0%} (largest weight {:.2f})".format(
+                      _ends(found)[0], _ends(found)[2], _ends(found)[1], found["skew"][_ends(found)[2]]))),
+        Claim("exponential", "section 3", "a polynomial of degree 2 is less skewed than exp", "likely less skewed",
+              judge=Judge(
+                  _less, each("smaller mean of the largest weight, and that is less often the best choice, at every "
+                              "spread of the inner products", lambda row: row["less"]),
+                  Criterion("at the largest", lambda found: found[-1]["less"]),
+                  lambda found: f"largest weight: degree 2 {found[0]['low']:.2f}, " + ", ".join(
+                      f"exp at spread {row['spread']:g} {row['skew']:.2f}" for row in found))),
     ),
 )  # fmt: skip

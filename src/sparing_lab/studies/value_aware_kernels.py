@@ -9,28 +9,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from sparing import documents
-from sparing.call import Call
-from sparing.contract import Method, Supports, method
+from sparing.contract import method
 from sparing.documents import Documents
-from sparing.oracles.kernels import OracleOf, weights_of
+from sparing.oracles.kernels import OracleOf
 from sparing.sample_text import distinct_topics
-from sparing_lab.report.figure import PAPER, panels, style
-from sparing_lab.studies._trained import Tried, row_of, running, trained, tried
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
+from sparing_lab.figure import PAPER, Figure, level, line, panels, style
+from sparing_lab.papers import numbers
+from sparing_lab.studies._trained import row_of, trained
+from sparing_lab.studies._value_aware_kernels import head, skew, trial
+from sparing_lab.studies.judges import Criterion, Judge, each
+from sparing_lab.studies.rows import Cell, Row, Rows, distinct, mean, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing
 from sparing_lab.tasks import wikitext
-from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KINDS = {"exp": "exponential", "poly": "polynomial (degree 2)", "elu": "elu"}
 ORACLES = {"top_keys": "OVO", "value_aware": "OVA"}
@@ -49,13 +45,7 @@ BUDGETS = {
 }
 EXAMPLES = {"small": 64, "paper": 256}  #: held-out pieces
 SEARCHED = {"small": 4, "paper": 4}  #: pieces in which width + 1 values are looked for, which takes longest
-CONTEXT = 0.5  #: share of a piece that only gives context
-#: Perplexities of exact attention and of the oracles at 1 and 65 keys.
-TABLE_2 = {
-    "exp": {"exact": 30.5, "top_keys": {1: 1031.1, 65: 33.5}, "value_aware": {1: 280.3, 65: 30.5}},
-    "poly": {"exact": 34.2, "top_keys": {1: 6700.2, 65: 310.2}, "value_aware": {1: 1005.4, 65: 34.2}},
-    "elu": {"exact": 35.3, "top_keys": {1: 1770.6, 65: 62.7}, "value_aware": {1: 837.4, 65: 35.3}},
-}
+TABLE_2 = numbers("value-aware", "table 2")  #: perplexities of exact attention and of the oracles at 1 and 65 keys
 _LARGE_FILE = "wikitext103/wiki.train.tokens"
 
 
@@ -97,10 +87,10 @@ def _config(cell: Cell, path: Path | None) -> Config:
 def _measure(settings: Settings, cell: Cell) -> list[Row]:
     model, found = trained(_config(cell, _text(settings)[0]))
     kernel = method(found.config.method)
-    run, few = (_trial(model, found.task, cell[count]) for count in ("examples", "searched"))
+    run, few = (trial(model, found.task, cell[count]) for count in ("examples", "searched"))
     exact, exact_few = run(kernel), few(kernel)
     rows: list[Row] = [
-        {"what": "trained", **row_of(found), **_skew(kernel, run, cell)},
+        {"what": "trained", **row_of(found), **skew(kernel, run, cell)},
         {"what": "swap", "oracle": "exact", "r": None, "loss": exact.loss, "gap": 0.0, "error": 0.0},
     ]
     for oracle, keys in cell["budgets"].items():
@@ -114,65 +104,18 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-def _trial(model: Any, task: Task, examples: int) -> Callable[[Method], Tried]:
-    """What a method in the layers loses on so many held-out pieces, in the half that has most context before it."""
-    many, all_ = min(examples, len(task.valid)), len(task.valid)
-    numbers = [number * all_ // many for number in range(many)]
-
-    def run(method: Method) -> Tried:
-        with running(model, method):
-            return tried(model, task, numbers, context=round(CONTEXT * task.length))
-
-    return run
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Seen(Method):
-    """A kernel whose weights somebody looks at."""
-
-    name = "_seen"
-    target = "kernel"
-    supports = Supports(causal=True, attn_mask="boolean", gradient=False)
-
-    kernel: Method
-    see: Callable[[Tensor], None]
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        weights = weights_of(self.kernel, q, k, call)
-        self.see(weights)
-        return (weights @ v.double()).to(v.dtype)
-
-
-def _skew(kernel: Method, run: Callable[[Method], Tried], cell: Cell) -> Row:
-    """How large a query's largest weight is, and how much the width + 1 largest hold, on average."""
-    first, few = round(CONTEXT * cell["length"]), head(cell) + 1
-    sums = torch.zeros(3, dtype=torch.float64)
-
-    def see(weights: Tensor) -> None:
-        rows = weights[:, :, first:].flatten(0, 2)
-        top = rows.topk(min(few, rows.shape[-1])).values
-        sums.add_(torch.stack([top[:, 0].sum(), top.sum(), torch.tensor(float(len(rows)))]))
-
-    run(_Seen(kernel=kernel, see=see))
-    return {"largest": float(sums[0] / sums[2]), "held": float(sums[1] / sums[2])}
-
-
-def head(cell: Cell) -> int:
-    """The width of a head's values."""
-    return int(cell["width"] // cell["heads"])
-
-
 # What the rows say
 
+Loss = tuple[float, float, float]  #: a loss, how much that is above exact attention's, and the standard error of this
 
-def _of(rows: Rows, kind: str, oracle: str, r: int | None) -> tuple[float, float, float]:
-    """Loss, how much that is above exact attention's, and the standard error of this; means over seeds."""
+
+def _of(rows: Rows, kind: str, oracle: str, r: int | None = None) -> Loss:
+    """Means over seeds."""
     found = pick(rows, what="swap", kind=kind, oracle=oracle, r=r)
     if not found:
         raise LookupError(f"no row has {kind}, {oracle}, {r}")
-    count = len(found)
-    error = math.sqrt(sum(row["error"] ** 2 for row in found)) / count
-    return sum(row["loss"] for row in found) / count, sum(row["gap"] for row in found) / count, error
+    error = math.sqrt(sum(row["error"] ** 2 for row in found)) / len(found)
+    return mean(found, "loss"), mean(found, "gap"), error
 
 
 def _full(rows: Rows) -> int:
@@ -181,85 +124,68 @@ def _full(rows: Rows) -> int:
 
 
 def _budgets(rows: Rows, oracle: str) -> list[int]:
-    return sorted({row["r"] for row in pick(rows, what="swap", oracle=oracle)})
+    return sorted(distinct(pick(rows, what="swap", oracle=oracle), "r"))
 
 
-def _perplexity(rows: Rows, kind: str, oracle: str, r: int | None = None) -> float:
-    return math.exp(_of(rows, kind, oracle, r)[0])
+def _apart(low: Loss, high: Loss) -> bool:
+    """Whether one loses less than the other, by more than two standard errors."""
+    return high[1] - low[1] > 2 * math.hypot(low[2], high[2])
 
 
-def _shown(rows: Rows, of: Callable[[str], str]) -> str:
-    return "; ".join(f"{kind} {of(kind)}" for kind in KINDS)
+def _shown(of: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+    return lambda found: "; ".join(f"{kind} {of(value)}" for kind, value in found.items())
 
 
-def _below(rows: Rows, kind: str, r: int) -> bool:
-    """Whether the best values lose less than the largest weights, by more than two standard errors."""
-    (_, aware, one), (_, oblivious, two) = (_of(rows, kind, oracle, r) for oracle in ("value_aware", "top_keys"))
-    return oblivious - aware > 2 * math.hypot(one, two)
+def _at(rows: Rows, oracle: str, r: int) -> dict[str, Loss]:
+    return {kind: _of(rows, kind, oracle, r) for kind in KINDS}
 
 
-def _aware(rows: Rows) -> Judgement:
-    both = [r for r in _budgets(rows, "value_aware") if r in _budgets(rows, "top_keys")]
-    answers = {(kind, r): _below(rows, kind, r) for kind in KINDS for r in both}
-    ours = "r = 4: " + _shown(
-        rows, lambda kind: " / ".join(f"{_perplexity(rows, kind, oracle, 4):.2f}" for oracle in ORACLES)
-    )
-    ours += f" (OVO / OVA); below at {sum(answers.values())} of {len(answers)} points"
-    return judged(all(answers.values()), all(said for (_, r), said in answers.items() if r >= 4), ours=ours)
+def _both(rows: Rows) -> dict[tuple[str, int], dict[str, Loss]]:
+    """By kernel and budget, both oracles."""
+    budgets = [r for r in _budgets(rows, "value_aware") if r in _budgets(rows, "top_keys")]
+    return {(kind, r): {oracle: _of(rows, kind, oracle, r) for oracle in ORACLES} for kind in KINDS for r in budgets}
 
 
-def _exact(rows: Rows) -> Judgement:
-    gaps = {kind: abs(_of(rows, kind, "value_aware", _full(rows))[1]) for kind in KINDS}
-    ours = f"r = {_full(rows)}: " + _shown(rows, lambda kind: f"{gaps[kind]:.0e} nats off")
-    return judged(max(gaps.values()) < 1e-5, max(gaps.values()) < 1e-3, ours=ours)
+def _less(both: dict[str, Loss]) -> bool:
+    return _apart(both["value_aware"], both["top_keys"])
 
 
-def _oblivious(rows: Rows) -> Judgement:
-    more = {kind: math.exp(_of(rows, kind, "top_keys", _full(rows))[1]) - 1 for kind in KINDS}
-    ours = f"r = {_full(rows)}: " + _shown(rows, lambda kind: f"{more[kind]:+.1%}")
-    return judged(min(more.values()) >= 0.08, min(more.values()) >= 0.01, ours=ours)
+def _compared(found: dict[tuple[str, int], dict[str, Loss]]) -> str:
+    four = {kind: " / ".join(f"{math.exp(loss):.2f}" for loss, *_ in found[kind, 4].values()) for kind in KINDS}
+    answers = [_less(both) for both in found.values()]
+    return f"r = 4: {_shown(str)(four)} (OVO / OVA); below at {sum(answers)} of {len(answers)} points"
 
 
-def _single(rows: Rows) -> Judgement:
-    times = {kind: [math.exp(_of(rows, kind, oracle, 1)[1]) for oracle in ORACLES] for kind in KINDS}
-    less = all(_below(rows, kind, 1) for kind in KINDS)
-    ours = _shown(rows, lambda kind: " / ".join(f"{each:.1f}" for each in times[kind])) + " times (OVO-1 / OVA-1)"
-    return judged(less and min(map(min, times.values())) >= 3, less, ours=ours)
+def _full_keys(oracle: str) -> Callable[[Rows], dict[str, Any]]:
+    return lambda rows: {"keys": _full(rows), "losses": _at(rows, oracle, _full(rows))}
 
 
-def _alike(rows: Rows) -> Judgement:
-    found = {kind: _perplexity(rows, kind, "exact") for kind in KINDS}
-    best = min(found, key=found.__getitem__) == "exp"
-    ours = _shown(rows, lambda kind: f"{found[kind]:.2f}")
-    return judged(best and max(found.values()) <= 1.16 * found["exp"], best, ours=ours)
+def _more(least: float) -> Criterion:
+    return each(f"at least {least:.0%}", lambda loss: math.exp(loss[1]) - 1 >= least).of("losses")
 
 
-def _less(rows: Rows, one: str, two: str) -> bool:
-    """Whether width + 1 keys cost one kernel less than another, by more than two standard errors."""
-    (_, low, first), (_, high, second) = (_of(rows, kind, "top_keys", _full(rows)) for kind in (one, two))
-    return high - low > 2 * math.hypot(first, second)
+def _skewed(rows: Rows) -> dict[str, Any]:
+    """Kernels by their skew, the most skewed first."""
+    skew = {kind: mean(pick(rows, what="trained", kind=kind), "largest") for kind in KINDS}
+    losses = _at(rows, "top_keys", _full(rows))
+    order = sorted(KINDS, key=skew.__getitem__, reverse=True)
+    return {"skew": skew, "losses": losses, "keys": _full(rows), "order": order}
 
 
-def _slower(rows: Rows) -> Judgement:
-    found = {kind: _of(rows, kind, "top_keys", _full(rows))[1:] for kind in KINDS}
-    ours = f"r = {_full(rows)}: " + _shown(rows, lambda kind: f"+{found[kind][0]:.3f} nats")
-    ours += f" (standard error at most {max(error for _, error in found.values()):.3f})"
-    first = _less(rows, "exp", "elu")
-    return judged(first and _less(rows, "elu", "poly"), first and _less(rows, "exp", "poly"), ours=ours)
+def _in_order(first: int, second: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda found: _apart(*(found["losses"][found["order"][place]] for place in (first, second)))
 
 
-def _largest(rows: Rows, kind: str) -> float:
-    found = pick(rows, what="trained", kind=kind)
-    return float(sum(row["largest"] for row in found) / len(found))
+_EXP_FIRST = Criterion(
+    "exp is the most skewed and loses less than both at width + 1 keys, by more than two standard errors",
+    lambda found: found["order"][0] == "exp" and _in_order(0, 1)(found) and _in_order(0, 2)(found),
+)
+_BELOW = each("OVA-1 below OVO-1 by more than two standard errors", _less)
+_EXP_BEST = Criterion("exp has the lowest perplexity", lambda found: min(found, key=found.__getitem__) == "exp")
 
 
-def _skewed(rows: Rows) -> Judgement:
-    skew = {kind: _largest(rows, kind) for kind in KINDS}
-    first, second, third = sorted(KINDS, key=skew.__getitem__, reverse=True)
-    exp = first == "exp" and _less(rows, first, second) and _less(rows, first, third)
-    gaps = _shown(rows, lambda kind: f"{_of(rows, kind, 'top_keys', _full(rows))[1]:+.3f}")
-    ours = f"largest weight, mean: {_shown(rows, lambda kind: f'{skew[kind]:.2f}')}; OVO-{_full(rows)}: {gaps} nats"
-    return judged(exp and _less(rows, second, third), exp, ours=ours)
+def _kernels(*pairs: tuple[str, str]) -> Callable[[dict[str, Any]], bool]:
+    return lambda found: all(_apart(found["losses"][a], found["losses"][b]) for a, b in pairs)
 
 
 # What people see
@@ -269,138 +195,104 @@ def _tables(rows: Rows) -> list[Table]:
     full = _full(rows)
     lines = []
     for kind, words in KINDS.items():
-        mine = [_perplexity(rows, kind, oracle, r) for oracle in ORACLES for r in (1, full)]
-        lines.append([words, f"{_perplexity(rows, kind, 'exact'):.2f}", *(f"{each:.2f}" for each in mine)])
-        of: Any = TABLE_2[kind]
+        mine = [_of(rows, kind, "exact"), *(_of(rows, kind, oracle, r) for oracle in ORACLES for r in (1, full))]
+        lines.append([words, *(f"{math.exp(loss):.2f}" for loss, *_ in mine)])
+        of = TABLE_2[kind]
         theirs = [of["exact"], *(of[oracle][r] for oracle in ORACLES for r in (1, 65))]
-        lines.append(["  paper (words; 65 keys)", *(f"{each:.1f}" for each in theirs)])
+        lines.append(["  paper (words; 65 keys)", *(f"{value:.1f}" for value in theirs)])
     columns = ["kernel", "exact", *(f"{short}-{r}" for short in ORACLES.values() for r in (1, full))]
     curves = [
-        [
-            short,
-            str(r),
-            *(
-                f"{loss:.3f} ({abs(gap) if abs(gap) < 5e-4 else gap:+.3f})"
-                for loss, gap, _ in (_of(rows, kind, name, r) for kind in KINDS)
-            ),
-        ]
-        for name, short in ORACLES.items()
-        for r in _budgets(rows, name)
-    ]
-    some = rows[0]
-    runs = []
-    for kind in KINDS:
-        first = the(rows, what="trained", kind=kind, seed=0)
-        held = f"{first['largest']:.3f}", f"{first['held']:.3f}"
-        runs.append([kind, str(first["steps"]), f"{first['last']['perplexity']:.2f}", f"{first['chance']:.0f}", *held])
-    place = f"{some['examples']} held-out pieces of {some['length']} bytes, their second half"
+        [short, str(r), *(f"{loss:.3f} ({abs(gap) if abs(gap) < 5e-4 else gap:+.3f})"
+                          for loss, gap, _ in (_of(rows, kind, name, r) for kind in KINDS))]
+        for name, short in ORACLES.items() for r in _budgets(rows, name)
+    ]  # fmt: skip
+    place = f"{rows[0]['examples']} held-out pieces of {rows[0]['length']} bytes, their second half"
     return [
         Table(f"Perplexity of a byte: {place}", columns, lines),
-        Table(
-            "Loss in nats (and above exact attention)",
-            ["oracle", "keys", *(f"{kind}, exact {_of(rows, kind, 'exact', None)[0]:.3f}" for kind in KINDS)], curves,
-        ),
-        Table(
-            "Training, and the weights of the first seed's model",
-            ["kernel", "steps", "perplexity", "chance", "largest weight", f"{full} largest hold"], runs,
-        ),
+        Table("Loss in nats (and above exact attention)",
+              ["oracle", "keys", *(f"{kind}, exact {_of(rows, kind, 'exact')[0]:.3f}" for kind in KINDS)], curves),
+        listing("Training, and the weights of the first seed's model",
+                [the(rows, what="trained", kind=kind, seed=0) for kind in KINDS],
+                {"kernel": "{kind}", "steps": "{steps}", "perplexity": "{last[perplexity]:.2f}",
+                 "chance": "{chance:.0f}", "largest weight": "{largest:.3f}", f"{full} largest hold": "{held:.3f}"}),
     ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     left, middle, right = panels(figure, 1, 3, size=(4.4, 4.2))
     for number, kind in enumerate(KINDS):
-        for oracle, line in (("top_keys", "-"), ("value_aware", ":")):
-            keys = _budgets(rows, oracle)
-            found = [_of(rows, kind, oracle, r) for r in keys]
-            words = f"{KINDS[kind]}, {ORACLES[oracle]}"
-            left.plot(keys, [loss for loss, *_ in found], label=words, linestyle=line, **style(number))
-            shown = [(r, gap) for r, (_, gap, _) in zip(keys, found, strict=True) if gap > 1e-4]
-            middle.plot(*zip(*shown, strict=True), linestyle=line, **style(number))
-            of: Any = TABLE_2[kind]
-            theirs = {r: math.log(value) for r, value in of[oracle].items()}
-            right.plot(list(theirs), list(theirs.values()), linestyle=line, **style(number))
-            right.plot(list(theirs), list(theirs.values()), **PAPER)
-        left.axhline(_of(rows, kind, "exact", None)[0], color=style(number)["color"], linestyle="--", linewidth=0.8)
-        right.axhline(math.log(of["exact"]), color=style(number)["color"], linestyle="--", linewidth=0.8)
+        colour = style(number)["color"]
+        for oracle, dash in (("top_keys", "-"), ("value_aware", ":")):
+            found = {r: _of(rows, kind, oracle, r) for r in _budgets(rows, oracle)}
+            losses = {r: loss for r, (loss, *_) in found.items()}
+            line(left, losses, f"{KINDS[kind]}, {ORACLES[oracle]}", number, linestyle=dash)
+            line(middle, {r: gap for r, (_, gap, _) in found.items() if gap > 1e-4}, None, number, linestyle=dash)
+            theirs = {r: math.log(value) for r, value in TABLE_2[kind][oracle].items()}
+            line(right, theirs, None, number, linestyle=dash)
+            line(right, theirs, **PAPER)
+        level(left, _of(rows, kind, "exact")[0], color=colour, linestyle="--")
+        level(right, math.log(TABLE_2[kind]["exact"]), color=colour, linestyle="--")
     left.plot([], [], color="black", linestyle="--", linewidth=0.8, label="exact attention, by its colour")
     left.plot([], [], label="the paper's Table 2", **PAPER)
-    some = rows[0]
-    keys_axis = "r: keys read by a query"
-    left.set(xscale="log", xlabel=keys_axis, ylabel="loss (nats per byte)", title=f"Ours: {some['length']} bytes")
-    middle.set(
-        xscale="log", yscale="log", xlabel=keys_axis, ylabel="above exact attention (nats per byte)",
-        title="The same, above exact attention",
-    )  # fmt: skip
-    title = "The paper: 512 words of WikiText-103"
-    right.set(xscale="log", xlabel=keys_axis, ylabel="loss (nats per word)", title=title)
+    keys = "r: keys read by a query"
+    left.set(xscale="log", xlabel=keys, ylabel="loss (nats per byte)", title=f"Ours: {rows[0]['length']} bytes")
+    middle.set(xscale="log", yscale="log", xlabel=keys, ylabel="above exact attention (nats per byte)",
+               title="The same, above exact attention")  # fmt: skip
+    right.set(xscale="log", xlabel=keys, ylabel="loss (nats per word)", title="The paper: 512 words of WikiText-103")
     figure.legend(loc="outside lower center", ncols=4)
 
 
+_TWICE = "by more than two standard errors"
 STUDY = Study(
-    name="value-aware-kernels",
+    name="value-aware-kernels", paper="value-aware", where="Table 2, Figure 2",
     title="Language models with exponential, polynomial and elu kernels: how few keys each can do with",
-    paper="value-aware",
-    where="Table 2, Figure 2",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    options=("data", "seeds"),
+    cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("data", "seeds"),
     claims=(
-        Claim(
-            "aware", "Table 2", "the best r values (OVA) lose less than the r largest weights (OVO), with every kernel",
-            "r = 1: 1031 / 280, 6700 / 1005, 1771 / 837; r = 65: 33.5 / 30.5, 310 / 34.2, 62.7 / 35.3",
-            "by more than two standard errors at every r that both were measured at, with every kernel; same shape: at "
-            "every r from 4 on", _aware,
-            otherwise="At one key, not with every kernel. Given the same input OVA is never farther from the output of "
-            "a layer than OVO; what the model says behind two layers is another matter, and with one key "
-            "both are far off.",
-        ),
-        Claim(
-            "exact", "section 3, Table 2", "width + 1 values make the output exactly, with every kernel",
-            "30.5, 34.2 and 35.3 are exact attention's", "values are looked for; loss within 1e-5 nats of exact "
-            "attention's; same shape: 1e-3", _exact,
-        ),
-        Claim(
-            "oblivious", "Table 2", "width + 1 keys of largest weight are not enough, with any kernel",
-            "perplexity +10 %, +807 %, +78 % (exp, poly, elu)", "perplexity at least 8 % above exact attention's with "
-            "every kernel; same shape: 1 %", _oblivious,
-            otherwise="With exp it is nearly enough here: 17 keys of largest weight hold nine tenths of it on "
-            "average, far more than with poly and elu (last table). These are small models of bytes, the "
-            "paper's were of 512 words.",
-        ),
-        Claim(
-            "single", "Table 2", "one key is close to useless, and one value less so",
-            "perplexity x 33.8 / 9.2, x 196 / 29, x 50 / 24 (OVO-1 / OVA-1)",
-            "both at least three times exact attention's perplexity, OVA-1 below OVO-1 by more than two standard "
-            "errors, with every kernel; same shape: only the second", _single,
-            otherwise="Perplexities of bytes have less room than those of words: a model that knows no more than "
-            "how often each byte occurs is at about 26 on the help topics. With poly, OVA-1 is not below "
-            "OVO-1.",
-        ),
-        Claim(
-            "alike", "Table 2, Figure 2", "with all keys the kernels are close, the exponential the best",
-            "30.5, 34.2, 35.3 (exp, poly, elu): at most 16 % apart", "exp has the lowest perplexity, none is more than "
-            "16 % above; same shape: only the first", _alike,
-            otherwise="The models are small and had 1000 steps; poly learned least in them. Whether more steps "
-            "would bring the kernels together was not measured.",
-        ),
-        Claim(
-            "slower", "Figure 2", "with less skewed kernels OVO needs more keys: elu, and above all the polynomial",
-            "at 65 keys: +0.09, +2.21, +0.57 nats (exp, poly, elu)", "loss above exact attention at width + 1 keys: "
-            "exp < elu < poly, each step by more than two standard errors; same shape: exp below both", _slower,
-            otherwise="exp needs the fewest keys by far. elu and poly cannot be told apart at width + 1 keys; with "
-            "4 and fewer elu loses more.",
-        ),
-        Claim(
-            "skew", "sections 3, 4", "the less skewed the weights of a kernel, the more OVO loses, and exp is the most "
-            "skewed", "argued, not measured", "exp has the largest mean of a query's largest weight, and the smaller "
-            "that is with a kernel, the more OVO loses at width + 1 keys, each step by more than two standard errors; "
-            "same shape: exp is the most skewed and loses less than both",
-            _skewed,
-            otherwise="exp is the most skewed, and loses least. The other two are so near to each other that noise "
-            "decides.",
-        ),
+        Claim("aware", "Table 2",
+              "the best r values (OVA) lose less than the r largest weights (OVO), with every kernel",
+              "r = 1: 1031 / 280, 6700 / 1005, 1771 / 837; r = 65: 33.5 / 30.5, 310 / 34.2, 62.7 / 35.3", judge=Judge(
+                  _both, each(f"{_TWICE} at every r that both were measured at, with every kernel", _less),
+                  Criterion("at every r from 4 on",
+                            lambda found: all(_less(both) for (_, r), both in found.items() if r >= 4)), _compared)),
+        Claim("exact", "section 3, Table 2", "width + 1 values make the output exactly, with every kernel",
+              "30.5, 34.2 and 35.3 are exact attention's", judge=Judge(
+                  _full_keys("value_aware"),
+                  each("within 1e-5 nats of exact attention's", lambda loss: abs(loss[1]) < 1e-5).of("losses"),
+                  each("1e-3", lambda loss: abs(loss[1]) < 1e-3).of("losses"), lambda found: (
+                      f"r = {found['keys']}: " + _shown(lambda loss: f"{abs(loss[1]):.0e} nats off")(found["losses"])),
+                  of="loss where values are looked for")),
+        Claim("oblivious", "Table 2", "width + 1 keys of largest weight are not enough, with any kernel",
+              "perplexity +10 %, +807 %, +78 % (exp, poly, elu)", judge=Judge(
+                  _full_keys("top_keys"), _more(0.08), _more(0.01), lambda found: f"r = {found['keys']}: "
+                  + _shown(lambda loss: f"{math.exp(loss[1]) - 1:+.1%}")(found["losses"]),
+                  of="perplexity above exact attention's, with every kernel")),
+        Claim("single", "Table 2", "one key is close to useless, and one value less so",
+              "perplexity x 33.8 / 9.2, x 196 / 29, x 50 / 24 (OVO-1 / OVA-1)", judge=Judge(
+                  lambda rows: {kind: {oracle: _of(rows, kind, oracle, 1) for oracle in ORACLES} for kind in KINDS},
+                  each("both at least three times exact attention's perplexity", lambda both: (
+                      min(math.exp(gap) for _, gap, _ in both.values()) >= 3)) & _BELOW, _BELOW, lambda found: (
+                      _shown(lambda both: " / ".join(f"{math.exp(loss[1]):.1f}" for loss in both.values()))(found)
+                      + " times (OVO-1 / OVA-1)"), of="with every kernel")),
+        Claim("alike", "Table 2, Figure 2", "with all keys the kernels are close, the exponential the best",
+              "30.5, 34.2, 35.3 (exp, poly, elu): at most 16 % apart", judge=Judge(
+                  lambda rows: {kind: math.exp(_of(rows, kind, "exact")[0]) for kind in KINDS},
+                  _EXP_BEST & Criterion("none is more than 16 % above",
+                                        lambda found: max(found.values()) <= 1.16 * found["exp"]),
+                  _EXP_BEST, _shown("{:.2f}".format))),
+        Claim("slower", "Figure 2", "with less skewed kernels OVO needs more keys: elu, and above all the polynomial",
+              "at 65 keys: +0.09, +2.21, +0.57 nats (exp, poly, elu)", judge=Judge(
+                  _full_keys("top_keys"),
+                  Criterion(f"exp < elu < poly, each step {_TWICE}", _kernels(("exp", "elu"), ("elu", "poly"))),
+                  Criterion("exp below both", _kernels(("exp", "elu"), ("exp", "poly"))), lambda found: (
+                      f"r = {found['keys']}: " + _shown(lambda loss: f"+{loss[1]:.3f} nats")(found["losses"])
+                      + f" (standard error at most {max(error for *_, error in found['losses'].values()):.3f})"),
+                  of="loss above exact attention at width + 1 keys")),
+        Claim("skew", "sections 3, 4",
+              "the less skewed the weights of a kernel, the more OVO loses, and exp is the most skewed",
+              "argued, not measured", judge=Judge(
+                  _skewed, _EXP_FIRST & Criterion("the less skewed of the others loses more", _in_order(1, 2)),
+                  _EXP_FIRST, lambda found: (
+                      f"largest weight, mean: {_shown('{:.2f}'.format)(found['skew'])}; OVO-{found['keys']}: "
+                      f"{_shown(lambda loss: f'{loss[1]:+.3f}')(found['losses'])} nats"))),
     ),
 )  # fmt: skip

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from sparing.contract import Method, method
 from sparing.documents import Documents
 from sparing.oracles.kernels import OracleOf
 from sparing.sample_text import distinct_topics
-from sparing_lab.report.figure import legend_below, panels, style
+from sparing_lab.figure import Figure, legend_below, level, panels
+from sparing_lab.studies import _value_aware as oracles
 from sparing_lab.studies._trained import Tried, row_of, running, trained, tried
 from sparing_lab.studies._value_aware import (
     NAMES,
@@ -33,17 +33,17 @@ from sparing_lab.studies._value_aware import (
     books,
     buckets,
     budget,
-    draw_paper,
     family,
     groups,
+    spec_of,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
+from sparing_lab.studies.judges import Criterion, Judge, each, rises
+from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing, pivot
 from sparing_lab.tasks.language import VALID
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SMALL: dict[str, Any] = {
     "task": "masked", "width": 64, "heads": 8, "layers": 2, "hidden": 256, "steps": 1200, "rate": 4e-3,
@@ -163,110 +163,71 @@ def _guess(task: Task) -> Callable[..., Tensor]:
 
 
 def _few(group: Group) -> str:
-    return f"top_keys(keys={group.width + 1})"
+    return spec_of("top_keys", group.width + 1)
 
 
 def _noise(group: Group, *specs: str) -> float:
     """Two standard errors of a difference between them."""
-    errors = [pick(group.rows, spec=spec) for spec in specs]
-    return 2 * math.sqrt(sum((sum(row["error"] for row in found) / len(found)) ** 2 for found in errors))
+    return 2 * math.hypot(*(mean(pick(group.rows, spec=spec), "error") for spec in specs))
 
 
-def _by_length(rows: Rows, of: Callable[[Group], str]) -> str:
-    return "; ".join(f"{group.length}: {of(group)}" for group in groups(rows))
+def _by_length(of: Callable[[Group], str]) -> Callable[[Sequence[Group]], str]:
+    return lambda found: "; ".join(f"{group.length}: {of(group)}" for group in found)
 
 
-def _aware(rows: Rows) -> Judgement:
-    answers: dict[tuple[int, int], bool] = {}
-    for group in groups(rows):
-        for r, oblivious, aware in group.both("top_keys", "value_aware"):
-            specs = (f"{name}(keys={r})" for name in ("top_keys", "value_aware"))
-            answers[group.length, r] = oblivious - aware > _noise(group, *specs)
-    ours = _by_length(
-        rows, lambda group: " / ".join(group.show(f"{name}(keys=4)") for name in ("top_keys", "value_aware"))
-    )
-    ours += f" at r = 4 (OVO / OVA); below at {sum(answers.values())} of {len(answers)} points"
-    return judged(all(answers.values()), all(said for (_, r), said in answers.items() if r >= 4), ours=ours)
+def _longest(found: Sequence[Group]) -> Group:
+    return max(found, key=lambda group: group.length)
 
 
-def _exact(rows: Rows) -> Judgement:
-    off = max(row["off"] for row in pick(rows, what="search"))
-    points = max(abs(group.loss(f"value_aware(keys={group.width + 1})")) for group in groups(rows))
-    return judged(off < 1e-5 and points < 0.05, off < 1e-3, ours=f"{off:.0e} nats, {points:.2f} points off at most")
+def _exact(rows: Rows) -> dict[str, float]:
+    """Nats that the loss is off where values are looked for, and points of wrong bytes."""
+    points = [abs(group.loss(spec_of("value_aware", group.width + 1))) for group in groups(rows)]
+    return {"nats": max(row["off"] for row in pick(rows, what="search")), "points": max(points)}
 
 
-def _oblivious(rows: Rows) -> Judgement:
-    longest = max(groups(rows), key=lambda group: group.length)
-    spec = _few(longest)
-    far = longest.share(spec)
-    ours = _by_length(rows, lambda group: f"{group.show(_few(group))}, exact {group.show('exact')}")
-    ours += f" ({longest.width + 1} keys; {far:.0%} of the way to OVO-1 at {longest.length})"
-    seen = longest.loss(spec) > _noise(longest, spec)
-    return judged(seen and far >= 0.1, seen, ours=ours)
+def _seen(found: Sequence[Group]) -> bool:
+    group = _longest(found)
+    return group.loss(_few(group)) > _noise(group, _few(group))
 
 
-def _single(rows: Rows) -> Judgement:
-    useless, less = True, True
-    specs = ("top_keys(keys=1)", "value_aware(keys=1)")
-    for group in groups(rows):
-        way = _guessed(rows, group) - group.values["exact"]
-        useless &= all(group.loss(spec) >= 0.75 * way for spec in specs)
-        less &= group.loss(specs[0]) - group.loss(specs[1]) > _noise(group, *specs)
-    ours = _by_length(
-        rows,
-        lambda group: (
-            " / ".join(group.show(spec) for spec in specs)
-            + f", exact {group.show('exact')}, one byte always {_guessed(rows, group):.1f}"
-        ),
-    )
-    return judged(useless and less, less, ours=ours)
+def _share_left(found: Sequence[Group]) -> str:
+    group = _longest(found)
+    lengths = _by_length(lambda each: f"{each.show(_few(each))}, exact {each.show('exact')}")(found)
+    way = f"{group.share(_few(group)):.0%} of the way to OVO-1 at {group.length}"
+    return f"{lengths} ({group.width + 1} keys; {way})"
 
 
-def _guessed(rows: Rows, group: Group) -> float:
-    found = [row["guess"] for row in pick(rows, what="trained", length=group.length)]
-    return float(sum(found) / len(found))
+def _guessed(rows: Rows, length: int) -> float:
+    """Wrong bytes of a model that always says the most frequent one."""
+    return mean(pick(rows, what="trained", length=length), "guess")
 
 
-def _random(rows: Rows) -> Judgement:
-    found = [group.share(_features(group.width)) for group in groups(rows)]
-    ours = _by_length(rows, lambda group: f"{group.share(_features(group.width)):.0%}") + " of the way to OVO-1"
-    return judged(min(found) >= 0.5, max(found) >= 0.5, ours=ours)
+_ONE = (spec_of("top_keys", 1), spec_of("value_aware", 1))
+_LESS = each("OVA-1 below OVO-1 by more than two standard errors", lambda found: (
+    found[0].loss(_ONE[0]) - found[0].loss(_ONE[1]) > _noise(found[0], *_ONE)))  # fmt: skip
 
 
-def _lsh(rows: Rows) -> Judgement:
-    found = {
-        group.length: [group.share(spec) for spec in buckets(group.length)]
-        for group in groups(rows)
-        if group.length >= HASHED
-    }
-    whole = all(few >= 0.5 and many <= 0.1 for few, many in found.values())
-    ours = "; ".join(f"{length}: {few:.0%} / {many:.0%}" for length, (few, many) in found.items())
-    return judged(whole, all(few > 2 * many for few, many in found.values()), ours=f"{ours} of the way to OVO-1")
+def _useless(found: tuple[Group, float]) -> bool:
+    group, guess = found
+    return all(group.loss(spec) >= 0.75 * (guess - group.values["exact"]) for spec in _ONE)
 
 
-def _window(rows: Rows) -> Judgement:
-    pairs = [pair for group in groups(rows) for pair in group.both("window", "top_keys")]
-    trails = [window > oblivious for _, window, oblivious in pairs]
-    ours = _by_length(rows, lambda group: f"{group.show('window(size=16)')} / {group.show('top_keys(keys=16)')}")
-    ours += f" at r = 16 (window / OVO); trails at {sum(trails)} of {len(trails)} points"
-    return judged(all(trails), sum(trails) >= 0.75 * len(trails), ours=ours)
+def _ends(rows: Rows) -> list[Group]:
+    """All models, the shortest text first."""
+    return sorted(groups(rows), key=lambda group: group.length)
 
 
-def _longer(rows: Rows) -> Judgement:
-    found = sorted(groups(rows), key=lambda group: group.length)
-    ours = _by_length(rows, lambda group: f"{group.show('exact')} %")
+def _fall(found: Sequence[Group]) -> tuple[float, float]:
+    """By how much the longest is wrong less often than the shortest, and two standard errors of that."""
     shares = [(group.values["exact"] / 100, group.rows[0]["asked"]) for group in (found[0], found[-1])]
     noise = 200 * math.sqrt(sum(share * (1 - share) / asked for share, asked in shares))
-    fall = found[0].values["exact"] - found[-1].values["exact"]
-    return judged(fall > noise, fall > 0, ours=f"{ours} (two standard errors of a difference: {noise:.1f})")
+    return found[0].values["exact"] - found[-1].values["exact"], noise
 
 
-def _grows(rows: Rows) -> Judgement:
-    found = sorted(groups(rows), key=lambda group: group.length)
-    losses = [group.loss(_few(group)) for group in found]
-    clear = losses[-1] - losses[0] > math.hypot(*(_noise(group, _few(group)) for group in (found[0], found[-1])))
-    rises = all(a < b for a, b in pairwise(losses))
-    return judged(clear and rises, clear, ours=_by_length(rows, lambda group: f"+{group.loss(_few(group)):.1f} points"))
+def _grown(found: Sequence[Group]) -> bool:
+    first, last = found[0], found[-1]
+    noise = math.hypot(*(_noise(group, _few(group)) for group in (first, last)))
+    return last.loss(_few(last)) - first.loss(_few(first)) > noise
 
 
 # What people see
@@ -275,145 +236,98 @@ def _grows(rows: Rows) -> Judgement:
 def _tables(rows: Rows) -> list[Table]:
     found = groups(rows)
     full = found[0].width + 1
-    theirs: Any = TABLE_1
 
-    def lines(of: Callable[[Group], list[tuple[str, str, str]]]) -> list[list[str]]:
-        """Name, the paper's and the spec, for each group."""
-        return [
-            [name, paper, *(_cell(group, of(group)[number][2]) for group in found)]
-            for number, (name, paper, _) in enumerate(of(found[0]))
-        ]
+    def few_or_full(name: str) -> list[tuple[str, float, Callable[[Group], str]]]:
+        short = {"top_keys": "OVO", "value_aware": "OVA"}[name]
+        return [(f"{short}-{r}", TABLE_1[name][key], lambda group, r=r: spec_of(name, r)) for r, key in  # type: ignore[misc]
+                ((1, 1), (full, 65))]  # fmt: skip
 
-    def table(group: Group) -> list[tuple[str, str, str]]:
-        few, many = buckets(group.length)
-        return [
-            ("exact", f"{theirs['exact']:.1f}", "exact"),
-            *(
-                (f"{short}-{r}", f"{theirs[name][key]:.1f}", f"{name}(keys={r})")
-                for name, short in (("top_keys", "OVO"), ("value_aware", "OVA"))
-                for r, key in ((1, 1), (full, 65))
-            ),
-            (f"random features, {4 * group.width}", "89.8", _features(group.width)),
-            ("LSH, n/64 keys x 4 rounds", "90.4", few),
-            ("LSH, n/8 keys x 16 rounds", "26.1", many),
-        ]
-
-    def curves(group: Group) -> list[tuple[str, str, str]]:
-        return [
-            (f"{NAMES[family(spec)]}, {budget(spec)}", "", spec)
-            for name in ("top_keys", "value_aware", "window")
-            for spec in group.values
-            if family(spec) == name
-        ]
-
-    columns = [f"{group.length} bytes" for group in found]
-    asked = ", ".join(str(group.rows[0]["asked"]) for group in found)
-    runs = [
-        [str(row["length"]), str(row["batch"]), str(row["steps"]), f"{row['last']['perplexity']:.2f}",
-         f"{row['chance']:.0f}", f"{row['guess']:.1f}"]
-        for row in pick(rows, what="trained")
+    methods: list[tuple[str, float, Callable[[Group], str]]] = [
+        ("exact", TABLE_1["exact"], lambda group: "exact"), *few_or_full("top_keys"), *few_or_full("value_aware"),
+        (f"random features, {4 * found[0].width}", 89.79, lambda group: _features(group.width)),
+        ("LSH, n/64 keys x 4 rounds", 90.39, lambda group: buckets(group.length)[0]),
+        ("LSH, n/8 keys x 16 rounds", 26.11, lambda group: buckets(group.length)[1]),
     ]  # fmt: skip
-    return [
-        Table(f"Table 1: {WRONG} and perplexity, of {asked} hidden bytes", ["method", "paper", *columns], lines(table)),
-        Table("By keys", ["method, r", "", *columns], lines(curves)),
-        Table("Training", ["length", "batch", "steps", "perplexity", "chance", "one byte always: wrong (%)"], runs),
+    ladder = [
+        spec for name in ("top_keys", "value_aware", "window") for spec in found[0].values if family(spec) == name
     ]
+    columns = {f"{group.length} bytes": group for group in found}
+    asked = ", ".join(str(group.rows[0]["asked"]) for group in found)
+    return [
+        pivot(f"Table 1: {WRONG} and perplexity, of {asked} hidden bytes", ["method", "paper"], methods, columns,
+              lambda line, group: _cell(group, line[2](group)), lambda line: [line[0], f"{line[1]:.1f}"]),
+        pivot("By keys", ["method, r", ""], ladder, columns, lambda spec, group: _cell(group, spec),
+              lambda spec: [f"{NAMES[family(spec)]}, {budget(spec)}", ""]),
+        listing("Training", pick(rows, what="trained"),
+                {"length": "{length}", "batch": "{batch}", "steps": "{steps}", "perplexity": "{last[perplexity]:.2f}",
+                 "chance": "{chance:.0f}", "one byte always: wrong (%)": "{guess:.1f}"}),
+    ]  # fmt: skip
 
 
 def _cell(group: Group, spec: str) -> str:
-    losses = [row["loss"] for row in pick(group.rows, spec=spec)]
-    return f"{group.values[spec]:.1f}, {math.exp(sum(losses) / len(losses)):.2f}" if losses else ""
+    mine = pick(group.rows, spec=spec)
+    return f"{group.values[spec]:.1f}, {math.exp(mean(mine, 'loss')):.2f}" if mine else ""
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     found = groups(rows)
-    axes = panels(figure, math.ceil((len(found) + 1) / 2), 2, size=(5.2, 3.7))
-    for each in axes[len(found) + 1 :]:
-        each.set_visible(False)
-    for group, each in zip(found, axes, strict=False):
-        for number, (name, words) in enumerate(NAMES.items()):
-            points = sorted((budget(spec), value) for spec, value in group.values.items() if family(spec) == name)
-            line = "-" if name in ("top_keys", "value_aware", "window") else "none"
-            each.plot(*zip(*points, strict=True), label=words, linestyle=line, **style(number)) if points else None
-        each.axhline(group.values["exact"], color="black", linestyle="--")
-        each.axhline(_guessed(rows, group), color="black", linestyle="-.", linewidth=0.8, label="one byte always")
-        each.set(
+    axes: list[Any] = list(panels(figure, math.ceil((len(found) + 1) / 2), 2, size=(5.2, 3.7)))
+    oracles.draw_groups(axes, found)
+    for group, panel in zip(found, axes, strict=False):
+        level(panel, _guessed(rows, group.length), linestyle="-.", label="one byte always")
+        panel.set(
             xscale="log", ylim=(0, 100), ylabel="hidden bytes predicted wrongly (%)",
             xlabel="r: keys read by a query (LSH: in a round; or features)", title=f"Ours, {group.length} bytes",
         )  # fmt: skip
-    draw_paper(axes[len(found)])
     legend_below(figure, axes[: len(found) + 1], 4)
 
 
+_SEEN = Criterion("more than two standard errors", _seen)
+_GROWN = Criterion("the longest above the shortest by more than two standard errors", _grown)
 STUDY = Study(
-    name="value-aware-mlm",
-    title="Masked language models trained at growing length: what few keys leave of them",
-    paper="value-aware",
-    where="Table 1, Figures 1, 3",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="value-aware-mlm", title="Masked language models trained at growing length: what few keys leave of them",
+    paper="value-aware", where="Table 1, Figures 1, 3", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("data", "seeds"),
     claims=(
-        Claim(
-            "aware", "Table 1", "the best r values (OVA) lose less than the r largest weights (OVO)",
-            "r = 1: 96.6 / 88.6, r = 65: 43.5 / 24.2 (OVO / OVA)",
-            "fewer wrong bytes, by more than two standard errors, at every r that both were measured at and every "
-            "length; same shape: at every r from 4 on", _aware,
-            otherwise="Perplexity, in the table, is lower with OVA at every r and length. Wrong bytes are a coarser "
-            "count: some 1200 hidden bytes, and few of them change sides between the two.",
-        ),
-        Claim(
-            "exact", "section 3, Table 1", "width + 1 values make the output exactly", "24.2 = 24.2 at 65",
-            "values looked for in whole pieces: loss within 1e-5 nats of exact attention's; wrong bytes within 0.05 "
-            "points; same shape: 1e-3 nats", _exact,
-        ),
-        Claim(
-            "oblivious", "Table 1", "width + 1 keys of largest weight are not enough",
-            "43.5, exact 24.2: 27 % of the way to OVO-1", "at the longest text at least a tenth of the way to OVO-1, "
-            "and more than two standard errors; same shape: only the second", _oblivious,
-            otherwise="These models look at few places: nine keys lose nothing in wrong bytes. They are small, had "
-            "minutes of training, and their texts are 32 to 128 bytes; the paper's 65 keys are of 4096 "
-            "tokens.",
-        ),
-        Claim(
-            "single", "Table 1", "one key is close to useless, and one value less so",
-            "96.6 / 88.6, exact 24.2", "at every length both at least three quarters of the way to a model that always "
-            "says the most frequent byte, OVA-1 below OVO-1 by more than two standard errors; same shape: only the "
-            "second", _single,
-            otherwise="One key keeps more than half of what these models know, and that comes from the nearest bytes: "
-            "a window of 16 is near exact attention. The paper's model knew far more.",
-        ),
-        Claim(
-            "features", "Table 1", "random features, four for a coordinate, are close to useless",
-            "89.79: 91 % of the way from exact to OVO-1", "at least half of the way at every length; same shape: at "
-            "one", _random,
-        ),
-        Claim(
-            "lsh", "Table 1", "LSH needs many rounds and large chunks",
-            "n/64 keys x 4 rounds 90.39 (91 % of the way to OVO-1), n/8 x 16 26.11 (3 %)",
-            "from 128 bytes on at least half, and at most a tenth of the way; same shape: the first more than twice "
-            "the second", _lsh,
-        ),
-        Claim(
-            "window", "Figure 1", "windows trail behind the largest weights", "at all r",
-            "more wrong bytes at every r and length; same shape: at three quarters of these points", _window,
-            otherwise="From 16 keys on windows and largest weights are both near exact attention's figure, and noise "
-            "decides which is ahead at some lengths.",
-        ),
-        Claim(
-            "longer", "section 4, Figure 3", "a model of longer texts is wrong less often", "512: 26.6, 4096: 24.2",
-            "the longest below the shortest by more than two standard errors; same shape: below", _longer,
-            otherwise="All lengths had as many steps and bytes, and that is not enough for the longer ones: their "
-            "perplexities on held-out text are higher, too. The paper's models had 2.5 million steps, and "
-            "started from RoBERTa.",
-        ),
-        Claim(
-            "grows", "ours", "the longer the text, the more is lost with width + 1 keys of largest weight",
-            "one length only", "more points above exact attention at each doubling, the longest above the shortest by "
-            "more than two standard errors; same shape: only the second", _grows, ours=True,
-            otherwise="Width + 1 keys lose nothing in wrong bytes at any of these lengths.",
-        ),
+        Claim("aware", "Table 1", "the best r values (OVA) lose less than the r largest weights (OVO)",
+              "r = 1: 96.6 / 88.6, r = 65: 43.5 / 24.2 (OVO / OVA)", judge=oracles.aware(_noise, (4,))),
+        Claim("exact", "section 3, Table 1", "width + 1 values make the output exactly", "24.2 = 24.2 at 65",
+              judge=Judge(
+                  _exact, Criterion("within 1e-5 nats of exact attention's, wrong bytes within 0.05 points",
+                                    lambda found: found["nats"] < 1e-5 and found["points"] < 0.05),
+                  Criterion("1e-3 nats", lambda found: found["nats"] < 1e-3),
+                  "{nats:.0e} nats, {points:.2f} points off at most".format_map,
+                  of="loss where values are looked for in whole pieces")),
+        Claim("oblivious", "Table 1", "width + 1 keys of largest weight are not enough",
+              "43.5, exact 24.2: 27 % of the way to OVO-1", judge=Judge(
+                  groups, Criterion("at least a tenth of the way to OVO-1",
+                                    lambda found: (group := _longest(found)).share(_few(group)) >= 0.1) & _SEEN, _SEEN,
+                  _share_left, of="at the longest text")),
+        Claim("single", "Table 1", "one key is close to useless, and one value less so", "96.6 / 88.6, exact 24.2",
+              judge=Judge(
+                  lambda rows: [(group, _guessed(rows, group.length)) for group in groups(rows)],
+                  each("both at least three quarters of the way to a model that always says the most frequent byte",
+                       _useless) & _LESS, _LESS, lambda found: "; ".join(
+                      f"{group.length}: {' / '.join(map(group.show, _ONE))}, exact {group.show('exact')}, one byte "
+                      f"always {guess:.1f}" for group, guess in found), of="at every length")),
+        Claim("features", "Table 1", "random features, four for a coordinate, are close to useless",
+              "89.79: 91 % of the way from exact to OVO-1",
+              judge=oracles.features(lambda group: _features(group.width))),
+        Claim("lsh", "Table 1", "LSH needs many rounds and large chunks",
+              "n/64 keys x 4 rounds 90.39 (91 % of the way to OVO-1), n/8 x 16 26.11 (3 %)",
+              judge=oracles.lsh(lambda found: all(few > 2 * many for few, many in found.values()))),
+        Claim("window", "Figure 1", "windows trail behind the largest weights", "at all r", judge=oracles.trails(16)),
+        Claim("longer", "section 4, Figure 3", "a model of longer texts is wrong less often", "512: 26.6, 4096: 24.2",
+              judge=Judge(
+                  _ends, Criterion("by more than two standard errors", lambda found: _fall(found)[0] > _fall(found)[1]),
+                  Criterion("below", lambda found: _fall(found)[0] > 0), lambda found: (
+                      _by_length(lambda group: f"{group.show('exact')} %")(found)
+                      + f" (two standard errors of a difference: {_fall(found)[1]:.1f})"),
+                  of="wrong bytes of the longest below those of the shortest")),
+        Claim("grows", "ours", "the longer the text, the more is lost with width + 1 keys of largest weight",
+              "one length only", judge=Judge(
+                  _ends, Criterion("more points above exact attention at each doubling",
+                                   lambda found: rises().holds([group.loss(_few(group)) for group in found])) & _GROWN,
+                  _GROWN, _by_length(lambda group: f"+{group.loss(_few(group)):.1f} points")), ours=True),
     ),
 )  # fmt: skip

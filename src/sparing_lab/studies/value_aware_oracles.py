@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from sparing import documents
 from sparing import models as subject
@@ -17,25 +17,25 @@ from sparing.documents import Documents
 from sparing.transformers.watch import swapped
 from sparing.workbench.comparison.quality import quality
 from sparing.workbench.swap import cut, perplexity
-from sparing_lab.report.figure import legend_below, panels, style
+from sparing_lab.figure import Figure, legend_below, panels
+from sparing_lab.studies import _value_aware as oracles
 from sparing_lab.studies._value_aware import (
-    NAMES,
     WIDTHS,
     WRONG,
+    Group,
     between,
     books,
     buckets,
-    budget,
     built,
-    draw_paper,
     family,
     groups,
+    spec_of,
 )
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Criterion, Judge, each
+from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table
 from sparing_lab.tasks import masked
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MASKED = "roberta-base"  #: stands in for the authors' RoBERTa of 4096 positions, which is not on the hub
 UNITS = {"encoder": "1 - cosine of the embedding", "language model": "perplexity", "masked": WRONG}
@@ -138,113 +138,57 @@ def _masked(
         return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
 
 
-def _better(rows: Rows) -> Judgement:
-    every, larger, shown = True, True, []
-    for group in groups(rows):
-        pairs = group.both("top_keys", "value_aware")
-        every &= all(aware < oblivious for _, oblivious, aware in pairs)
-        larger &= all(aware < oblivious for r, oblivious, aware in pairs if r >= 4)
-        for r, *_ in pairs:
-            if r in (1, 8):
-                two = (group.show(f"{name}(keys={r})") for name in ("top_keys", "value_aware"))
-                shown.append(f"{group.name}, r = {r}: " + " / ".join(two))
-    if not shown:
-        return not_run("no model has both")
-    return judged(every, larger, ours="; ".join(shown) + " (OVO / OVA)")
+def _built(row: Row) -> bool:
+    """Whether values and weights that were looked for make the output."""
+    return row["error"] < 1e-5 and row["most"] <= row["keys"] and row["least"] >= 0 and row["off"] < 1e-9
 
 
-def _exact(rows: Rows) -> Judgement:
-    whole, shown = True, []
-    for row in pick(rows, what="built"):
-        whole &= row["error"] < 1e-5 and row["most"] <= row["keys"] and row["least"] >= 0 and row["off"] < 1e-9
-        shown.append(f"{row['model']}: {row['most']} values, error {row['error']:.0e}")
+def _exact(rows: Rows) -> list[tuple[str, bool]]:
+    """What was found with width + 1 values, in words, and whether that is exact."""
+    found = [(f"{row['model']}: {row['most']} values, error {row['error']:.0e}", _built(row))
+             for row in pick(rows, what="built")]  # fmt: skip
     for group in groups(rows):
-        spec = f"value_aware(keys={group.width + 1})"
+        spec = spec_of("value_aware", group.width + 1)
         if spec in group.values:
-            whole &= abs(group.loss(spec)) < (0.05 if group.kind == "masked" else 1e-4)
-            shown.append(f"{group.name}: {group.show(spec)}, exact {group.show('exact')}")
-    return judged(whole, ours="; ".join(shown)) if shown else not_run("not so many values were asked for")
+            same = abs(group.loss(spec)) < (0.05 if group.kind == "masked" else 1e-4)
+            found.append((f"{group.name}: {group.show(spec)}, exact {group.show('exact')}", same))
+    return found
 
 
-def _oblivious(rows: Rows) -> Judgement:
-    far, some, shown = True, True, []
-    for group in groups(rows):
-        spec = "top_keys(keys=65)"
-        if group.kind == "encoder" or spec not in group.values or (group.model == "smollm2" and group.length < 2048):
-            continue
-        more = group.values[spec] / group.values["exact"] - 1
-        far, some = far and more >= 0.08, some and more >= 0.01
-        shown.append(f"{group.name}: {group.show(spec)}, exact {group.show('exact')} ({more:+.1%})")
-    return judged(far, some, ours="; ".join(shown)) if shown else not_run("no model has 65 keys")
+def _ratios(*specs: str, long: bool = False) -> Callable[[Rows], list[tuple[Group, list[float]]]]:
+    """By model with perplexities or errors: those of methods / exact attention's; long: of SmolLM2 at 2048 tokens."""
+
+    def figures(rows: Rows) -> list[tuple[Group, list[float]]]:
+        return [
+            (group, [group.values[spec] / group.values["exact"] for spec in specs]) for group in groups(rows)
+            if group.kind != "encoder" and all(spec in group.values for spec in specs)
+            and not (long and group.model == "smollm2" and group.length < 2048)
+        ]  # fmt: skip
+
+    return figures
 
 
-def _single(rows: Rows) -> Judgement:
-    useless, less, shown = True, True, []
-    for group in groups(rows):
-        specs = ("top_keys(keys=1)", "value_aware(keys=1)")
-        if group.kind == "encoder" or not all(spec in group.values for spec in specs):
-            continue
-        ratios = [group.values[spec] / group.values["exact"] for spec in specs]
-        useless &= min(ratios) >= 3
-        less &= ratios[1] < ratios[0]
-        shown.append(f"{group.name}: {' / '.join(map(group.show, specs))}, exact {group.show('exact')}")
-    if not shown:
-        return not_run("no language model has both")
-    return judged(useless and less, less, ours="; ".join(shown) + " (OVO-1 / OVA-1)")
+def _more(least: float) -> Criterion:
+    return each(f"at least {least:.0%}", lambda found: found[1][0] - 1 >= least)
 
 
-def _features(rows: Rows) -> Judgement:
-    found = {
-        group.name: group.share("random_features(features=256)")
-        for group in groups(rows)
-        if "random_features(features=256)" in group.values
-    }
-    if not found:
-        return not_run("no model has them")
-    ours = ", ".join(f"{name} {share:.0%}" for name, share in found.items())
-    return judged(min(found.values()) >= 0.5, max(found.values()) >= 0.5, ours=f"{ours} of the way to OVO-1")
+_LESS = each("OVA-1 below OVO-1", lambda found: found[1][1] < found[1][0])
+_ONE = (spec_of("top_keys", 1), spec_of("value_aware", 1))
 
 
-def _lsh(rows: Rows) -> Judgement:
-    few, many = [], []
-    for group in groups(rows):
-        specs = buckets(group.length)
-        if specs[0] in group.values:
-            few.append(group.share(specs[0]))
-            many.append(group.share(specs[1]))
-    if not few:
-        return not_run("no model has them")
-    ours = f"n/64 x 4: {few[0]:.0%} of the way to OVO-1; n/8 x 16: {many[0]:.1%}"
-    return judged(min(few) >= 0.5 and max(many) <= 0.1, min(few) > 2 * max(many), ours=ours)
-
-
-def _window(rows: Rows) -> Judgement:
-    pairs = [(group, *pair) for group in groups(rows) for pair in group.both("window", "top_keys")]
-    if not pairs:
-        return not_run("no model has both")
-    trails = [window > oblivious for _, _, window, oblivious in pairs]
-    shown = [
-        f"{group.name}, r = {r}: {group.show(f'window(size={r})')} / {group.show(f'top_keys(keys={r})')}"
-        for group, r, *_ in pairs
-        if r == 8
-    ]
-    ours = f"at {sum(trails)} of {len(trails)} points; {'; '.join(shown)} (window / OVO)"
-    return judged(all(trails), sum(trails) >= 0.75 * len(trails), ours=ours)
-
-
-def _multipole(rows: Rows) -> Judgement:
-    answers, shown = [], []
+def _multipoles(rows: Rows) -> list[tuple[Group, str, float]]:
+    """Multipole's settings, with the loss of the largest weights at the keys that each read."""
+    found = []
     for group in groups(rows):
         for spec in group.values:
-            if family(spec) != "multipole":
-                continue
-            oblivious = between(group.curve("top_keys"), group.read[spec])
-            if oblivious is not None:
-                answers.append(group.loss(spec) < oblivious)
-                shown.append(f"{group.name}, {group.read[spec]:.0f} keys: {group.loss(spec):.3g} / {oblivious:.3g}")
-    if not answers:
-        return not_run("no multipole within the range of OVO's keys")
-    return judged(all(answers), any(answers), ours="; ".join(shown) + " (loss / OVO's there)")
+            if family(spec) == "multipole":
+                oblivious = between(group.curve("top_keys"), group.read[spec])
+                found += [] if oblivious is None else [(group, spec, oblivious)]
+    return found
+
+
+_NEARER = each("its loss is below OVO's at the keys that it read (between measured points: straight in the logarithms)",
+               lambda found: found[0].loss(found[1]) < found[2])  # fmt: skip
 
 
 # What people see
@@ -255,9 +199,10 @@ def _tables(rows: Rows) -> list[Table]:
     for group in groups(rows):
         lines = []
         for spec, value in group.values.items():
-            read, errors = group.read[spec], [row["error"] for row in group.rows if row["spec"] == spec]
-            error = "" if errors[0] is None else f"{sum(errors) / len(errors):.3f}"
+            mine = pick(group.rows, spec=spec)
+            error = "" if mine[0]["error"] is None else f"{mean(mine, 'error'):.3f}"
             text = f"{abs(value):.4f}" if group.kind == "encoder" else f"{value:.2f}"
+            read = group.read[spec]
             short = spec if len(spec) <= 60 else spec[:56] + "...)"
             lines.append([short, "" if read is None else f"{read:.0f}", text, error])
         columns = ["method", "keys read", SHORT[group.kind], "layer error"]
@@ -267,98 +212,60 @@ def _tables(rows: Rows) -> list[Table]:
 
 def _draw(rows: Rows, figure: Figure) -> None:
     found = groups(rows)
-    axes = panels(figure, math.ceil((len(found) + 1) / 2), 2, size=(5.2, 3.9))
-    for each in axes[len(found) + 1 :]:
-        each.set_visible(False)
-    for group, each in zip(found, axes, strict=False):
-        exact = group.values["exact"]
-        for number, (name, words) in enumerate(NAMES.items()):
-            points = sorted(
-                (group.read[spec] if name in ("lsh", "multipole") else budget(spec), value)
-                for spec, value in group.values.items()
-                if family(spec) == name
-            )
-            points = [(r, max(value, 1e-7) if group.kind == "encoder" else value) for r, value in points]
-            line = "-" if name in ("top_keys", "value_aware", "window") else "none"
-            each.plot(*zip(*points, strict=True), label=words, linestyle=line, **style(number)) if points else None
-        if group.kind != "encoder":
-            each.axhline(exact, color="black", linestyle="--")
-        each.set(
+    axes: list[Any] = list(panels(figure, math.ceil((len(found) + 1) / 2), 2, size=(5.2, 3.9)))
+    oracles.draw_groups(axes, found, floor=1e-7, reads=("lsh", "multipole"))
+    for group, panel in zip(found, axes, strict=False):
+        panel.set(
             xscale="log", yscale="linear" if group.kind == "masked" else "log",
             ylabel=UNITS[group.kind] + " (0 drawn at 1e-7)" * (group.kind == "encoder"),
             xlabel="r: keys read by a query (random features: their number)",
             title=f"{group.model}, {group.length} tokens",
         )  # fmt: skip
-    draw_paper(axes[len(found)])
     legend_below(figure, axes[: len(found) + 1], 4)
 
 
 STUDY = Study(
-    name="value-aware-oracles",
+    name="value-aware-oracles", paper="value-aware", where="Table 1, Figure 1",
     title="How few keys are enough: largest weights, best values and methods that people use",
-    paper="value-aware",
-    where="Table 1, Figure 1",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    options=("data", "seeds", "model"),
+    cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("data", "seeds", "model"),
     claims=(
-        Claim(
-            "aware", "Table 1, Figure 1", "the best r values (OVA) lose less than the r largest weights (OVO)",
-            "r = 1: 96.6 / 88.6, r = 65: 43.5 / 24.2 (OVO / OVA)",
-            "nearer to exact attention at every r that both were measured at, in every model; same shape: at every r "
-            "from 4 on", _better,
-        ),
-        Claim(
-            "exact", "section 3, Table 1", "width + 1 values make the output exactly", "24.2 = 24.2 at 65",
-            "values and weights looked for in real layers: no more than width + 1, weights not negative, of sum one, "
-            "error below 1e-5; perplexity within 0.01 %, embeddings within 1e-4 of exact attention's, hidden tokens "
-            "within 0.05 points", _exact,
-        ),
-        Claim(
-            "oblivious", "Table 1", "65 keys of largest weight are not enough", "43.5, exact 24.2 (causal, Table 2: "
-            "33.5, exact 30.5)", "error or perplexity at least 8 % above exact attention's, as in Table 2; same "
-            "shape: 1 %; perplexity at 2048 tokens", _oblivious,
-            otherwise="The gap is there, but smaller than in the paper's models. It was measured on one text, of a "
-            "kind that SmolLM2 predicts well; `--data` with books measures it on another.",
-        ),
-        Claim(
-            "single", "Tables 1 and 2", "one key is close to useless, and one value less so",
-            "96.6 / 88.6, exact 24.2; causal: 1031 / 280, exact 30.5",
-            "both at least three times exact attention's figure, OVA-1 below OVO-1; same shape: only the second",
-            _single,
-        ),
-        Claim(
-            "features", "Table 1", "256 random features are close to useless", "89.79: 91 % of the way from exact to "
-            "OVO-1", "at least half of the way in every model (1 - cosine, nats per token or points); same shape: in "
-            "one", _features,
-            otherwise="Where an embedding moves less than half as far as with OVO-1, the measure has a part in it: an "
-            "embedding is the mean over all tokens, and errors that differ from token to token average out in it. The "
-            "paper counts single tokens. The outputs of the layers are about as wrong as those of uniform attention "
-            "would be (table, last column).",
-        ),
-        Claim(
-            "lsh", "Table 1", "LSH needs many rounds and large chunks",
-            "n/64 keys x 4 rounds 90.39 (91 % of the way to OVO-1), n/8 x 16 26.11 (3 %)",
-            "with the same shares of the keys at least half, and at most a tenth of the way; same shape: the first "
-            "more than twice the second", _lsh,
-            otherwise="The first setting moves an embedding less than half as far as OVO-1 does, although the outputs "
-            "of the layers are wrong by more than their own size (table, last column): an embedding is a mean over "
-            "tokens, where the paper counts single tokens. And n/64 keys are 64 in the paper, but 8 of 512 here.",
-        ),
-        Claim(
-            "window", "Figure 1", "windows trail behind the largest weights", "at all r",
-            "farther from exact attention at every r that both were measured at, in every model; same shape: at three "
-            "quarters of them", _window,
-        ),
-        Claim(
-            "multipole", "ours", "multipole, which does not look at all weights, is nearer to exact attention than the "
-            "largest weights are at as many keys", "asks for methods that approximate the output; has none",
-            "its loss is below OVO's at the keys that it read (between measured points: straight in the logarithms), "
-            "for every setting; same shape: for one", _multipole,
-            otherwise="OVO looks at all weights before it chooses, multipole does not. On the small scale SmolLM2 runs "
-            "the loosest of the three settings that the paper's scale runs there.", ours=True,
-        ),
+        Claim("aware", "Table 1, Figure 1", "the best r values (OVA) lose less than the r largest weights (OVO)",
+              "r = 1: 96.6 / 88.6, r = 65: 43.5 / 24.2 (OVO / OVA)",
+              judge=oracles.aware(lambda group, *specs: 0.0, (1, 8))),
+        Claim("exact", "section 3, Table 1", "width + 1 values make the output exactly", "24.2 = 24.2 at 65",
+              judge=Judge(
+                  _exact, each("values and weights looked for in real layers: no more than width + 1, weights not "
+                               "negative, of sum one, error below 1e-5; perplexity within 0.01 %, embeddings within "
+                               "1e-4 of exact attention's, hidden tokens within 0.05 points", lambda found: found[1]),
+                  shows=lambda found: "; ".join(words for words, _ in found),
+                  needs="not so many values were asked for")),
+        Claim("oblivious", "Table 1", "65 keys of largest weight are not enough",
+              "43.5, exact 24.2 (causal, Table 2: 33.5, exact 30.5)", judge=Judge(
+                  _ratios(spec_of("top_keys", 65), long=True), _more(0.08), _more(0.01), lambda found: "; ".join(
+                      f"{group.name}: {group.show(spec_of('top_keys', 65))}, exact {group.show('exact')} ({x - 1:+.1%})"
+                      for group, (x,) in found),
+                  of="error, or perplexity at 2048 tokens, above exact attention's (Table 2: 8 %)",
+                  needs="no model has 65 keys")),
+        Claim("single", "Tables 1 and 2", "one key is close to useless, and one value less so",
+              "96.6 / 88.6, exact 24.2; causal: 1031 / 280, exact 30.5", judge=Judge(
+                  _ratios(*_ONE), each("both at least three times exact attention's figure",
+                                       lambda found: min(found[1]) >= 3) & _LESS, _LESS, lambda found: "; ".join(
+                      f"{group.name}: {' / '.join(map(group.show, _ONE))}, exact {group.show('exact')}"
+                      for group, _ in found) + " (OVO-1 / OVA-1)", needs="no language model has both")),
+        Claim("features", "Table 1", "256 random features are close to useless",
+              "89.79: 91 % of the way from exact to OVO-1",
+              judge=oracles.features(lambda group: "random_features(features=256)")),
+        Claim("lsh", "Table 1", "LSH needs many rounds and large chunks",
+              "n/64 keys x 4 rounds 90.39 (91 % of the way to OVO-1), n/8 x 16 26.11 (3 %)",
+              judge=oracles.lsh(lambda found: (min(few for few, _ in found.values())
+                                               > 2 * max(many for _, many in found.values())))),
+        Claim("window", "Figure 1", "windows trail behind the largest weights", "at all r", judge=oracles.trails(8)),
+        Claim("multipole", "ours", "multipole, which does not look at all weights, is nearer to exact attention than "
+              "the largest weights are at as many keys", "asks for methods that approximate the output; has none",
+              judge=Judge(
+                  _multipoles, _NEARER, _NEARER.once(), lambda found: "; ".join(
+                      f"{group.name}, {group.read[spec]:.0f} keys: {group.loss(spec):.3g} / {oblivious:.3g}"
+                      for group, spec, oblivious in found) + " (loss / OVO's there)",
+                  of="for every setting", needs="no multipole within the range of OVO's keys"), ours=True),
     ),
 )  # fmt: skip

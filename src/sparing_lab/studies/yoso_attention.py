@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +11,12 @@ from sparing.functional import attention
 from sparing.maths.dense import divide_rows
 from sparing.maths.linalg import unit_rows
 from sparing.transformers.watch import Seen
-from sparing.workbench.estimate import exponent
-from sparing_lab.report.figure import style
+from sparing_lab.figure import Figure, line, log_ticks, style
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparing_lab.studies.judges import Judge, at_least, exponent, falls
+from sparing_lab.studies.rows import Cell, Row, Rows, distinct, mean, pick, power, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, pivot
 
 LENGTH = 128
 HASHES = (8, 16, 32, 64, 128, 256)
@@ -50,14 +48,14 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 
 def matrices(seen: Seen, hashes: int | None, seed: int = 0) -> Tensor:
-    """B of eq. 5 [B, H, n, n], as attention to unit vectors; None for its expectation."""
+    """Return B of eq. 5 [B, H, n, n], as attention to unit vectors; None: its expectation."""
     eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
     spec = "yoso(expectation=True, normalize=none)" if hashes is None else f"yoso(hashes={hashes}, normalize=none)"
     return attention(seen.query, seen.key, eye, **{**seen.call, "method": spec, "seed": seed})
 
 
 def softmax(seen: Seen, *, unit: bool) -> Tensor:
-    """The matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
+    """Return the matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
     eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
     q, k = (unit_rows(x, 1e-12) if unit else x for x in (seen.query, seen.key))
     call = {**seen.call, "method": "exact"}
@@ -70,7 +68,7 @@ def _bits(seen: Seen) -> int:
 
 @torch.no_grad()
 def compare(seen: Seen, draws: int) -> list[Row]:
-    """Mean over the heads and the draws, for each number of hashes; None stands for the expectation."""
+    """Return means over the heads and the draws, for each number of hashes; None stands for the expectation."""
     wanted, soft, own = matrices(seen, None), softmax(seen, unit=True), softmax(seen, unit=False)
     rows: list[Row] = []
     for hashes in (*HASHES, None):
@@ -107,48 +105,34 @@ def _pictures(seen: Seen, head: int) -> dict[str, list[str]]:
 
 def _means(rows: Rows, name: str) -> dict[int | None, float]:
     """Over the layers, by the number of hashes."""
-    found: dict[int | None, float] = {}
-    for hashes in (*HASHES, None):
-        mine = [row[name] for row in pick(rows, what="numbers", hashes=hashes)]
-        found[hashes] = sum(mine) / len(mine)
-    return found
+    return {hashes: mean(pick(rows, what="numbers", hashes=hashes), name) for hashes in (*HASHES, None)}
 
 
-def _accuracy(rows: Rows) -> Judgement:
-    errors = _means(rows, "error")
-    errors.pop(None)
-    falls = all(later < earlier for earlier, later in pairwise(errors.values()))
-    power = exponent([float(m) for m in errors if m], list(errors.values()))
-    first, last = HASHES[0], HASHES[-1]
-    ours = (
-        f"relative error {errors[first]:.2f} with {first} hashes, {errors[last]:.2f} with {last}; exponent {power:.2f}"
-    )
-    return judged(falls and -0.55 <= power <= -0.45, falls, ours=ours)
+def _errors(rows: Rows) -> dict[int, float]:
+    return {hashes: error for hashes, error in _means(rows, "error").items() if hashes is not None}
 
 
-def _alike(name: str) -> Any:
-    def judge(rows: Rows) -> Judgement:
-        found = _means(rows, name)
-        ours = f"correlation {found[HASHES[0]]:.2f} with {HASHES[0]} hashes, {found[AT]:.2f} with {AT}, "
-        return judged(found[AT] >= ALIKE, found[AT] >= RELATED, ours=ours + f"{found[None]:.2f} of the expectation")
-
-    return judge
+def _alike(name: str) -> Judge:
+    """Whether matrices are correlated with a matrix of softmax."""
+    few = HASHES[0]
+    return Judge(
+        lambda rows: _means(rows, name), at_least(ALIKE).of(AT), at_least(RELATED).of(AT),
+        lambda found: f"correlation {found[few]:.2f} with {few} hashes, {found[AT]:.2f} with {AT}, {found[None]:.2f} "
+        "of the expectation", of=f"mean correlation {name}, {AT} hashes, rows that sum to 1",
+    )  # fmt: skip
 
 
 def _tables(rows: Rows) -> list[Table]:
-    names = ("error", "with expectation", "with softmax", "with own softmax")
-    means = {name: _means(rows, name) for name in names}
-    columns = ["hashes", "relative error", "correlation: expectation", "softmax, unit q and k", "model's softmax"]
-    body = [[str(m or "E"), *(f"{means[name][m]:.3f}" for name in names)] for m in (*HASHES, None)]
-    numbers = sorted({row["layer"] for row in pick(rows, what="numbers")})
-    by_layer = [
-        [str(layer + 1), *(f"{pick(rows, what='numbers', layer=layer, hashes=AT)[0][name]:.3f}" for name in names)]
-        for layer in numbers
-    ]
+    names = {"relative error": "error", "correlation: expectation": "with expectation",
+             "softmax, unit q and k": "with softmax", "model's softmax": "with own softmax"}  # fmt: skip
+    numbers = sorted(distinct(pick(rows, what="numbers"), "layer"))
     return [
-        Table(f"Attention matrices of {LENGTH} tokens, mean over layers, heads and draws", columns, body),
-        Table(f"{AT} hashes, by layer", ["layer", *columns[1:]], by_layer),
-    ]
+        pivot(f"Attention matrices of {LENGTH} tokens, mean over layers, heads and draws", "hashes", (*HASHES, None),
+              names, lambda hashes, name: f"{_means(rows, name)[hashes]:.3f}", lambda hashes: str(hashes or "E")),
+        pivot(f"{AT} hashes, by layer", "layer", numbers, names,
+              lambda layer, name: f"{the(rows, what='numbers', layer=layer, hashes=AT)[name]:.3f}",
+              lambda layer: str(layer + 1)),
+    ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
@@ -167,49 +151,37 @@ def _draw(rows: Rows, figure: Figure) -> None:
         axes.set_xlabel("key")
     curves = right.subplots()
     curves.grid(alpha=0.25, linewidth=0.6)
-    errors = _means(rows, "error")
-    curves.plot(HASHES, [errors[m] for m in HASHES], label="relative error to the expectation", **style(0))
-    first = errors[HASHES[0]]
-    curves.plot(HASHES, [first * (m / HASHES[0]) ** -0.5 for m in HASHES], ":", color="black", label="1 / sqrt(hashes)")
-    for number, name in enumerate(("with expectation", "with softmax", "with own softmax"), 1):
-        label = {"with softmax": "with softmax of unit q, k", "with own softmax": "with the model's softmax"}
+    errors = _errors(rows)
+    line(curves, errors, "relative error to the expectation", 0)
+    root = {hashes: errors[HASHES[0]] * (hashes / HASHES[0]) ** -0.5 for hashes in HASHES}
+    line(curves, root, "1 / sqrt(hashes)", linestyle=":", color="black")
+    labels = {"with expectation": "with expectation", "with softmax": "with softmax of unit q, k",
+              "with own softmax": "with the model's softmax"}  # fmt: skip
+    for number, (name, words) in enumerate(labels.items(), 1):
         means = _means(rows, name)
-        curves.plot(HASHES, [means[m] for m in HASHES], label=f"correlation {label.get(name, name)}", **style(number))
-    curves.set(xscale="log", xlabel="hashes", ylabel="relative error, correlation", xticks=HASHES, ylim=(0, None))
-    curves.set_xticklabels([str(m) for m in HASHES])
-    curves.minorticks_off()
+        curves.plot(HASHES, [means[m] for m in HASHES], label=f"correlation {words}", **style(number))
+    log_ticks(curves, HASHES)
+    curves.set(xlabel="hashes", ylabel="relative error, correlation", ylim=(0, None))
     curves.set_title("Mean over layers, heads and draws")
     curves.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 STUDY = Study(
-    name="yoso-attention",
-    title="Attention matrices by hash collisions, against their expectation and softmax",
-    paper="yoso",
-    where="figure 4",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="yoso-attention", title="Attention matrices by hash collisions, against their expectation and softmax",
+    paper="yoso", where="figure 4", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("seeds", "model"),
     claims=(
         Claim(
             "accuracy", "section 6", "the estimate of the matrix becomes more accurate with the number of hashes",
-            "seen in figure 4", "the relative error to the expectation falls at each step, as a power of -0.45 to "
-            "-0.55 of the hashes (independent ones: -0.5); same shape: it falls at each step", _accuracy,
+            "seen in figure 4", judge=Judge(
+                _errors, falls() & exponent(-0.55, -0.45), falls(),
+                lambda found: f"relative error {found[8]:.2f} with 8 hashes, {found[256]:.2f} with 256; exponent "
+                f"{power(found):.2f}", of="relative error to the expectation over the hashes (independent ones: -0.5)",
+            ),
         ),
-        Claim(
-            "patterns", "figure 4", "patterns of self-attention are preserved well, queries and keys of length 1",
-            "seen in figure 4", f"with {AT} hashes, mean correlation of rows that sum to 1 with softmax at temperature "
-            f"log2(n) at least {ALIKE}; same shape: {RELATED}", _alike("with softmax"),
-            otherwise="The collision probability gives more weight than the exponential to keys that are not similar, "
-            "and less to the similar ones; a finite number of hashes adds noise.",
-        ),
-        Claim(
-            "own", "figure 4", "the same against the trained model's own softmax", "seen in figure 4",
-            f"as above, {ALIKE}; same shape: {RELATED}", _alike("with own softmax"),
-            otherwise="MiniLM was trained with softmax of queries and keys of any length. YOSO sees directions only, "
-            "and has one temperature for all heads. The paper's own model was trained with YOSO.",
-        ),
+        Claim("patterns", "figure 4", "patterns of self-attention are preserved well, queries and keys of length 1",
+              "seen in figure 4", judge=_alike("with softmax")),
+        Claim("own", "figure 4", "the same against the trained model's own softmax", "seen in figure 4",
+              judge=_alike("with own softmax")),
     ),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from sparing.draws import Draws
 from sparing.maths.hashing import hadamard_rotations, hyperplanes, sign_codes
 from sparing.methods.yoso.method import agreement
 from sparing.workbench.estimate import estimate
-from sparing_lab.report.figure import panels, style
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, pick, the
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparing_lab.figure import Figure, level, panels, style
+from sparing_lab.studies.judges import Criterion, Judge, above, at_least, at_most, each
+from sparing_lab.studies.rows import Cell, Row, Rows, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, pivot
 
 BITS = 8  #: of a code: the paper's
 WIDTH = 64  #: of a head of BERT
@@ -50,7 +50,7 @@ def _measure(settings: Settings, cell: Cell) -> Row | list[Row]:
 
 
 def curves(bits: int) -> Row:
-    """Both kernels and their derivatives on (-1, 1), taken by automatic differentiation, and the lower bound."""
+    """Return both kernels and their derivatives on (-1, 1), by automatic differentiation, and the lower bound."""
     # Evenly in the angle: the derivative of the collision probability is steep at both ends.
     x = -(torch.arange(1, POINTS - 1, dtype=torch.float64) * math.pi / (POINTS - 1)).cos()
     found: dict[str, list[float]] = {"at": x.tolist()}
@@ -69,7 +69,7 @@ def curves(bits: int) -> Row:
 
 
 def rates(hash: str, draws: int, bits: int, width: int) -> list[Row]:
-    """How often vectors of each cosine have equal codes. Codes of a draw are related: a draw is one measurement."""
+    """Measure how often vectors of each cosine have equal codes. Codes of a draw are related: a draw counts once."""
     shares = []
     for seed, start in enumerate(range(0, draws, AT_ONCE)):
         count = min(AT_ONCE, draws - start)
@@ -96,7 +96,7 @@ def _normals(hash: str, draws: Draws, bits: int, width: int) -> Tensor:
 
 
 def vectors(draws: int, width: int, seed: int) -> Tensor:
-    """Unit vectors (draws, 1 + cosines, PAIRS, width): in random directions, then with each cosine to these."""
+    """Return unit vectors (draws, 1 + cosines, PAIRS, width): in random directions, then with each cosine to these."""
     random = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, draws, 1, PAIRS, width, generator=random, dtype=torch.float64).unbind(0)
     a = a / a.norm(dim=-1, keepdim=True)
@@ -105,164 +105,158 @@ def vectors(draws: int, width: int, seed: int) -> Tensor:
     return torch.cat([a, x * a + (1 - x.square()).sqrt() * b / b.norm(dim=-1, keepdim=True)], dim=1)
 
 
-def _positive(rows: Rows) -> Judgement:
+def _least(rows: Rows) -> dict[str, Any]:
+    """The least value of each function and derivative inside the interval, and of the functions at its ends."""
     found = the(rows, what="curves")
-    least = {
-        f"{kernel}{order}": min(found[f"{kernel}{order}"])
-        for kernel in ("collision", "exponential")
-        for order in ("", " first", " second")
-    }
-    inside = all(value > 0 for value in least.values())
-    at_ends = min(found["collision at the ends"] + found["exponential at the ends"])
-    wrong = [name for name, value in least.items() if value <= 0]
-    ours = f"positive at {len(found['at'])} points of (-1, 1)" if inside else f"not positive: {', '.join(wrong)}"
-    return judged(inside and at_ends > 0, inside, ours=f"{ours}; at x = -1 the probability is {at_ends:g}")
+    names = [f"{kernel}{order}" for kernel in ("collision", "exponential") for order in ("", " first", " second")]
+    ends = found["collision at the ends"] + found["exponential at the ends"]
+    return {"inside": {name: min(found[name]) for name in names}, "ends": min(ends), "points": len(found["at"])}
 
 
-def _bound(rows: Rows) -> Judgement:
+def _signs(found: dict[str, Any]) -> str:
+    wrong = ", ".join(name for name, value in found["inside"].items() if value <= 0)
+    inside = f"not positive: {wrong}" if wrong else f"positive at {found['points']} points of (-1, 1)"
+    return f"{inside}; at x = -1 the probability is {found['ends']:g}"
+
+
+def _distance(rows: Rows) -> dict[str, Any]:
+    """Between the collision probability and the exponential."""
+    both = [the(rows, what="curves")[name] for name in ("collision", "exponential")]
+    apart = [a - b for a, b in zip(*both, strict=True)]
+    correlation = float(torch.tensor(both).corrcoef()[0, 1])
+    return {"low": min(apart), "high": max(apart), "size": max(map(abs, apart)), "correlation": correlation}
+
+
+def _end(rows: Rows) -> dict[str, Any]:
+    """The derivative of the collision probability at the last points before x = 1, and the bound."""
     found = the(rows, what="curves")
-    shares = [bound / true for bound, true in zip(found["bound"], found["collision first"], strict=True)]
-    most = max(range(len(shares)), key=shares.__getitem__)
-    ours = f"bound / derivative at most {shares[most]:.3f} (at x = {found['at'][most]:.2f})"
-    return judged(shares[most] <= 1, ours=f"{ours}, {shares[0]:.3f} and {shares[-1]:.3f} at the ends")
+    places = (-4, -2, -1)
+    return {
+        "angles": [math.acos(found["at"][place]) for place in places],
+        "values": [found["collision first"][place] for place in places], "bound": found["bound"][-1],
+    }  # fmt: skip
 
 
-def _infinite(rows: Rows) -> Judgement:
-    found = the(rows, what="curves")
-    angles = [math.acos(found["at"][place]) for place in (-4, -2, -1)]
-    values = [found["collision first"][place] for place in (-4, -2, -1)]
-    # tau / (pi sin(angle)) near x = 1
-    whole = all(abs(v * math.pi * math.sin(a) / BITS - 1) < 0.1 for v, a in zip(values, angles, strict=True))
-    grows = values[0] < values[1] < values[2]
-    ours = f"{values[0]:.0f}, {values[1]:.0f}, {values[2]:.0f} at angles {', '.join(f'{a:.3f}' for a in angles)}"
-    return judged(
-        whole and grows and found["bound"][-1] <= BITS / 2, ours=f"{ours}; the bound {found['bound'][-1]:.2f}"
+def _steep(found: dict[str, Any]) -> bool:
+    """Near x = 1 the derivative is tau / (pi sin(angle))."""
+    pairs = zip(found["values"], found["angles"], strict=True)
+    return all(abs(value * math.pi * math.sin(angle) / BITS - 1) < 0.1 for value, angle in pairs) and (
+        found["values"][0] < found["values"][1] < found["values"][2] and found["bound"] <= BITS / 2
     )
 
 
-def _aligned(rows: Rows) -> Judgement:
+def _shares(rows: Rows) -> dict[float, float]:
+    """The lower bound of the derivative / the derivative, by x."""
     found = the(rows, what="curves")
-    apart = [a - b for a, b in zip(found["collision"], found["exponential"], strict=True)]
-    below, above = min(apart), max(apart)
-    correlation = float(torch.tensor([found["collision"], found["exponential"]]).corrcoef()[0, 1])
-    ours = f"difference {below:+.3f} to {above:+.3f}, correlation {correlation:.3f}"
-    return judged(max(-below, above) <= 0.2 and correlation >= 0.95, correlation >= 0.8, ours=ours)
+    pairs = zip(found["at"], found["bound"], found["collision first"], strict=True)
+    return {x: bound / true for x, bound, true in pairs}
 
 
-def _law(*names: str) -> Any:
-    def judge(rows: Rows) -> Judgement:
-        found = [row for name in names for row in pick(rows, what="hash", hash=name)]
-        missed = [row for row in found if not row["low"] <= row["law"] <= row["high"]]
+def _bounded(found: dict[float, float]) -> str:
+    most, (first, *_, last) = max(found, key=found.__getitem__), found.values()
+    return f"bound / derivative at most {found[most]:.3f} (at x = {most:.2f}), {first:.3f} and {last:.3f} at the ends"
+
+
+def _law(*names: str) -> Judge:
+    """Whether the rates of these hashes are the probability."""
+
+    def shows(found: list[Row]) -> str:
+        held = sum(row["low"] <= row["law"] <= row["high"] for row in found)
         worst = max(found, key=lambda row: abs(row["rate"] - row["law"]) / (row["high"] - row["low"]))
-        ours = f"{len(found) - len(missed)} of {len(found)} intervals hold it; farthest: {_share(worst)}"
-        return judged(not missed, all(0.9 < row["rate"] / row["law"] < 1.1 for row in found), ours=ours)
+        farthest = f"{worst['rate'] / worst['law']:.3f} of it at x = {worst['x']:g}"
+        return f"{held} of {len(found)} intervals hold it; farthest: {farthest}"
 
-    return judge
-
-
-def _share(row: Row) -> str:
-    return f"{row['rate'] / row['law']:.3f} of it at x = {row['x']:g}"
+    return Judge(
+        lambda rows: [row for name in names for row in pick(rows, what="hash", hash=name)],
+        each("at all cosines, within intervals over draws that hold together in 99 % of all runs",
+             lambda row: row["low"] <= row["law"] <= row["high"]),
+        each("within 10 %", lambda row: 0.9 < row["rate"] / row["law"] < 1.1), shows,
+        of=" and ".join(HASHES[name] for name in names),
+    )  # fmt: skip
 
 
 def _tables(rows: Rows) -> list[Table]:
-    found = [
-        [f"{x:g}", f"{pick(rows, what='hash', x=x)[0]['law']:.5f}", f"{math.exp(BITS * (x - 1)):.5f}",
-         *(_cell(the(rows, what="hash", hash=name, x=x)) for name in HASHES)]
-        for x in COSINES
-    ]  # fmt: skip
-    columns = ["cosine", "probability", "exponential", "Hadamard", "Gaussian", "consecutive"]
-    return [
-        Table(f"Codes of {BITS} bits, {WIDTH} coordinates; of hashes, their collisions / probability", columns, found)
-    ]
+    def entry(x: float, what: str) -> str:
+        if what == "exponential":
+            return f"{math.exp(BITS * (x - 1)):.5f}"
+        row = the(rows, what="hash", hash=what or "hadamard", x=x)
+        law = row["law"]
+        return f"{row['rate'] / law:.3f} +- {(row['high'] - row['low']) / 2 / law:.3f}" if what else f"{law:.5f}"
 
-
-def _cell(row: Row) -> str:
-    return f"{row['rate'] / row['law']:.3f} +- {(row['high'] - row['low']) / 2 / row['law']:.3f}"
+    heads = {"probability": "", "exponential": "exponential", "Hadamard": "hadamard", "Gaussian": "gaussian"}
+    title = f"Codes of {BITS} bits, {WIDTH} coordinates; of hashes, their collisions / probability"
+    return [pivot(title, "cosine", COSINES, {**heads, "consecutive": "contiguous"}, entry, "{:g}".format)]
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     left, middle, right = panels(figure, 1, 3)
     found = the(rows, what="curves")
-    x = found["at"]
-    for axes, order, title in ((left, "", "Weights"), (middle, " first", "Derivatives")):
-        law = f"(1 - arccos(x) / pi)^{BITS}" if not order else "of the collision probability"
-        axes.plot(x, found[f"collision{order}"], label=law, color=style(0)["color"])
-        label = f"exp({BITS} (x - 1))" if not order else "of the exponential"
-        axes.plot(x, found[f"exponential{order}"], "--", label=label, color=style(1)["color"])
-        axes.set(xlabel="x, cosine of query and key", ylabel="weight" if not order else "derivative", title=title)
-    middle.plot(
-        x, found["bound"], "-.", label="lower bound of the former, for the backward pass", color=style(2)["color"]
-    )
+    x, colours = found["at"], [style(number)["color"] for number in range(3)]
+    names = {
+        "": (f"(1 - arccos(x) / pi)^{BITS}", f"exp({BITS} (x - 1))", "weight", "Weights"),
+        " first": ("of the collision probability", "of the exponential", "derivative", "Derivatives"),
+    }
+    for axes, (order, (law, exponential, words, title)) in zip((left, middle), names.items(), strict=True):
+        axes.plot(x, found[f"collision{order}"], label=law, color=colours[0])
+        axes.plot(x, found[f"exponential{order}"], "--", label=exponential, color=colours[1])
+        axes.set(xlabel="x, cosine of query and key", ylabel=words, title=title)
+    middle.plot(x, found["bound"], "-.", label="lower bound of the former, for the backward pass", color=colours[2])
     middle.set(ylim=(0, 12))
-    for number, name in enumerate(HASHES):
+    short = {"hadamard": "Hadamard, a rotation for each bit", "contiguous": "consecutive coordinates"}
+    for number, (name, words) in enumerate(HASHES.items()):
         mine = pick(rows, what="hash", hash=name)
         at = [row["x"] for row in mine]
-        if name != "gaussian":  # the third one would hide the first
-            left.plot(at, [row["rate"] for row in mine], linestyle="none", label=f"found: {_short(name)}",
+        if name in short:  # the third one would hide the first
+            left.plot(at, [row["rate"] for row in mine], linestyle="none", label=f"found: {short[name]}",
                       **{**style(3 + number), "fillstyle": "none"})  # fmt: skip
         right.errorbar(
             [value + 0.012 * (number - 1) for value in at], [row["rate"] / row["law"] for row in mine],
-            yerr=[(row["high"] - row["low"]) / 2 / row["law"] for row in mine], label=HASHES[name], capsize=2,
-            linewidth=1, **style(3 + number),
+            yerr=[(row["high"] - row["low"]) / 2 / row["law"] for row in mine], label=words, capsize=2, linewidth=1,
+            **style(3 + number),
         )  # fmt: skip
-    right.axhline(1, color="black", linewidth=0.8)
+    level(right, 1)
     right.set(xlabel="x, cosine of query and key", ylabel="rate of collisions / probability", ylim=(0.4, 1.5),
               title="Hashes against the law, intervals over draws")  # fmt: skip
     for axes in (left, middle, right):
         axes.legend(loc="upper left")
 
 
-def _short(name: str) -> str:
-    return {"hadamard": "Hadamard, a rotation for each bit", "contiguous": "consecutive coordinates"}[name]
-
-
 STUDY = Study(
-    name="yoso-collision",
-    title="Collision probability against the exponential, and whether hashes have it",
-    paper="yoso",
-    where="figure 1",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    options=("seeds",),
+    name="yoso-collision", title="Collision probability against the exponential, and whether hashes have it",
+    paper="yoso", where="figure 1", cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("seeds",),
     claims=(
         Claim(
             "positive", "section 4", "both functions and their first two derivatives are positive on [-1, 1]",
-            "positive", "at all points of the open interval, by automatic differentiation, and the values at both "
-            "ends; same shape: all but the ends", _positive,
-            otherwise="Opposite vectors never collide: at x = -1 the probability is 0, where the exponential is not. "
-            "Everywhere else all three are positive.",
+            "positive", judge=Judge(
+                _least, above(0).of("inside", "at all points of the open interval, by automatic differentiation")
+                & above(0).of("ends", "at both ends"), above(0).of("inside", "at all points but the ends"), _signs,
+            ),
         ),
         Claim(
             "aligned", "figure 1", "the collision probability is a biased approximation of exp(8 (x - 1))",
-            "two curves close to each other", "nowhere more than 0.2 apart, correlation of the curves at least 0.95; "
-            "same shape: correlation at least 0.8", _aligned,
-            otherwise="The two agree at x = 1 and far from it. Just below 1 the probability falls at once, its "
-            "derivative being infinite there, and the exponential does not: there they are farthest apart.",
+            "two curves close to each other", judge=Judge(
+                _distance, at_most(0.2).of("size", "apart") & at_least(0.95).of("correlation", "in correlation"),
+                at_least(0.8).of("correlation", "in correlation"),
+                "difference {low:+.3f} to {high:+.3f}, correlation {correlation:.3f}".format_map,
+            ),
         ),
         Claim(
             "infinite", "section 4", "the derivative of the collision probability goes to infinity at x = 1",
-            "infinity; the bound stays finite", "grows as 8 / (pi sin(angle)), within 10 %, at the last points before "
-            "1, where the bound is at most 4", _infinite,
+            "infinity; the bound stays finite", judge=Judge(
+                _end, Criterion("grows as 8 / (pi sin(angle)), within 10 %, at the last points before 1, where the "
+                                "bound is at most 4", _steep),
+                shows=lambda found: "{:.0f}, {:.0f}, {:.0f} at angles {:.3f}, {:.3f}, {:.3f}; the bound {:.2f}".format(
+                    *found["values"], *found["angles"], found["bound"]),
+            ),
         ),
         Claim(
             "bound", "appendix", "half the probability of a bit is at most 1 / (pi sqrt(1 - x^2))",
-            "a lower bound on [-1, 1]", "bound / derivative at most 1 at all points", _bound,
+            "a lower bound on [-1, 1]",
+            judge=Judge(_shares, at_most(1), shows=_bounded, of="bound / derivative at all points"),
         ),
-        Claim(
-            "law", "eqs. 5, 20", "codes collide with probability (1 - arccos(x) / pi)^8", "the probability",
-            "at all cosines, for both hashes of the library, intervals over draws that hold together in 99 % of all "
-            "runs; same shape: within 10 %", _law("hadamard", "gaussian"),
-            otherwise="The intervals are as wide as the draws allow; one that just misses is no proof of a bias.",
-        ),
-        Claim(
-            "contiguous", "eq. 21", "so do codes of consecutive coordinates of one Hadamard rotation",
-            "approximates random projection", "as above; same shape: within 10 %", _law("contiguous"),
-            otherwise="Coordinates of one rotation are projections on orthogonal vectors, whose signs depend on each "
-            "other. Such codes collide too rarely, the more so the less similar the vectors are, and no number of "
-            "hashes brings the estimate to the expectation. The library takes the bits of a code from different "
-            "rotations.",
-        ),
+        Claim("law", "eqs. 5, 20", "codes collide with probability (1 - arccos(x) / pi)^8", "the probability",
+              judge=_law("hadamard", "gaussian")),
+        Claim("contiguous", "eq. 21", "so do codes of consecutive coordinates of one Hadamard rotation",
+              "approximates random projection", judge=_law("contiguous")),
     ),
 )  # fmt: skip

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparing.workbench.benchmark.workload import clustered
-from sparing.workbench.estimate import exponent
 from sparing.workbench.timing import interval
-from sparing_lab.report.figure import PAPER, legend_below, panels, style
+from sparing_lab.figure import PAPER, Figure, legend_below, level, line, log_ticks, panels, style
+from sparing_lab.papers import numbers
 from sparing_lab.studies._yoso_race import FUSED, HASHES, SELF, SPECS, race_at, timed, work_of
-from sparing_lab.studies._yoso_table4 import LENGTHS, QUANTITIES, TABLE, ratio
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, above, at_least, at_most, listed, within
+from sparing_lab.studies.rows import Cell, Row, Rows, curve, distinct, pick, power, span
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, listing, pivot
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+TABLE = numbers("yoso", "table 4")  #: side -> length -> quantity -> value
+QUANTITIES = {"forward": "Forward time", "backward": "Backward time", "cache": "Backward cache",
+              "training": "Training peak", "testing": "Testing peak"}  # fmt: skip
+TIMES, MEMORY = ("forward", "backward"), ("cache", "training", "testing")
+LENGTHS = (512, 1024, 2048, 4096)
 YOSO = tuple(f"YOSO-{m}" for m in HASHES)
 RIVALS = ("Reformer-2", "Longformer-64", "Linformer-256")  #: whose memory the paper sets beside YOSO-32's
 HEADS, WIDTH = 12, 64  #: of BERT-base
@@ -47,7 +51,13 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     ]
 
 
-def _value(rows: Rows, side: str, length: int, quantity: str) -> float | None:
+def ratio(side: str, length: int, quantity: str) -> float | None:
+    """Return self-attention's / that of the side in the paper: above 1 the side takes less; None where it has none."""
+    found = TABLE.get(side, {}).get(length)
+    return None if found is None else TABLE[SELF][length][quantity] / found[quantity]
+
+
+def _value(rows: Rows, side: str, length: int, quantity: str) -> Any:
     """Seconds or bytes; None where the side did not run."""
     found = pick(rows, what="race", side=side, length=length)
     return found[0].get(quantity) if found else None
@@ -55,330 +65,198 @@ def _value(rows: Rows, side: str, length: int, quantity: str) -> float | None:
 
 def _gain(rows: Rows, side: str, length: int, quantity: str, against: str = SELF) -> float | None:
     """That of the rival / that of the side: above 1 the side takes less. Times are compared round by round."""
-    if quantity in ("forward", "backward"):
+    if quantity in TIMES:
         found = _value(rows, side, length, f"{quantity} {against}")
-        return None if found is None else found[0]  # type: ignore[index]
+        return None if found is None else found[0]
     theirs, mine = _value(rows, against, length, quantity), _value(rows, side, length, quantity)
-    return None if not theirs or not mine else theirs / mine
-
-
-def _lengths(rows: Rows) -> list[int]:
-    return sorted({row["length"] for row in pick(rows, what="race")})
+    return theirs / mine if theirs and mine else None
 
 
 def _power(rows: Rows, side: str, quantity: str) -> float | None:
     """The exponent over the paper's lengths; None where the side did not run at all of them."""
-    values = [_value(rows, side, length, quantity) for length in LENGTHS]
-    return (
-        None if None in values else exponent([float(n) for n in LENGTHS], [float(x) for x in values if x is not None])
-    )
+    values = {length: _value(rows, side, length, quantity) for length in LENGTHS}
+    return None if None in values.values() else power(values)
 
 
 def _paper_power(side: str, quantity: str) -> float:
-    return exponent([float(n) for n in LENGTHS], [TABLE[side][n][quantity] for n in LENGTHS])
+    return power({length: TABLE[side][length][quantity] for length in LENGTHS})
 
 
-_NOTHING = "a side could not run; the table says why"
+def _known(found: dict[Any, float | None]) -> dict[Any, float]:
+    """All figures; not run where a side is missing."""
+    if None in found.values():
+        raise NotRun("a side could not run; the table says why")
+    return {key: value for key, value in found.items() if value is not None}
 
 
-def _span(values: Sequence[float], digits: int = 2) -> str:
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+def _powers(sides: Sequence[str], quantities: Sequence[str], whole: Criterion, shape: Criterion) -> Judge:
+    """Exponents over the length."""
 
+    def shows(found: dict[tuple[str, str], float]) -> str:
+        by = {name: span(found[side, name] for side in sides) for name in quantities}
+        return listed(by, "{key} {value}", "; ")
 
-def _powers(
-    sides: Sequence[str], quantities: Sequence[str], low: float, high: float, shape: tuple[float, float]
-) -> Any:
-    """All exponents from `low` to `high`; same shape: from and to these."""
-
-    def judge(rows: Rows) -> Judgement:
-        found = {name: [_power(rows, side, name) for side in sides] for name in quantities}
-        values = [value for each in found.values() for value in each]
-        if any(value is None for value in values):
-            return not_run(_NOTHING)
-        ours = "; ".join(f"{name} {_span([x for x in each if x is not None])}" for name, each in found.items())
-        whole = all(value is not None and low <= value <= high for value in values)
-        near = all(value is not None and shape[0] <= value <= shape[1] for value in values)
-        return judged(whole, near, ours=ours)
-
-    return judge
+    return Judge(lambda rows: _known({(side, name): _power(rows, side, name) for side in sides for name in quantities}),
+                 whole, shape, shows, of="exponents over the length")  # fmt: skip
 
 
 def _paper_powers(sides: Sequence[str], quantities: Sequence[str]) -> str:
-    shown = (f"{name} {_span([_paper_power(side, name) for side in sides])}" for name in quantities)
-    return "exponents by table 4: " + "; ".join(shown)
+    found = {name: span(_paper_power(side, name) for side in sides) for name in quantities}
+    return "exponents by table 4: " + listed(found, "{key} {value}", "; ")
 
 
-def _hashes(rows: Rows) -> Judgement:
-    found: list[float] = []
-    for part in ("forward", "backward"):
-        values = [_value(rows, side, 4096, part) for side in YOSO]
-        if None in values:
-            return not_run(_NOTHING)
-        found.append(exponent([float(m) for m in HASHES], [float(x) for x in values if x is not None]))
-    ours = f"exponents over the hashes at 4096 tokens: forward {found[0]:.2f}, backward {found[1]:.2f}"
-    return judged(max(found) <= 1.1, max(found) <= 1.3, ours=ours)
+def _gains(rows: Rows, length: int, quantities: Sequence[str], against: str = SELF) -> dict[Any, float]:
+    return _known({(side, name): _gain(rows, side, length, name, against) for side in YOSO for name in quantities})
 
 
-def _gains(rows: Rows, length: int, quantities: Sequence[str]) -> dict[tuple[str, str], float] | None:
-    found = {(side, name): _gain(rows, side, length, name) for side in YOSO for name in quantities}
-    known = {key: value for key, value in found.items() if value is not None}
-    return known if len(known) == len(found) else None
-
-
-def _shown(found: dict[tuple[str, str], float], quantities: Sequence[str]) -> str:
+def _listed(found: dict[Any, float | None] | dict[Any, float], quantities: Sequence[str]) -> str:
     return "; ".join(f"{name} " + " / ".join(f"{found[side, name]:.1f}" for side in YOSO) for name in quantities)
 
 
-def _paper_gains(length: int, quantities: Sequence[str]) -> str:
-    found = {(side, name): ratio(side, length, name) or 0.0 for side in YOSO for name in quantities}
-    return f"YOSO-16 / 32 / 64 / 128: {_shown(found, quantities)}"
+def _paper_gains(quantities: Sequence[str]) -> str:
+    found = {(side, name): ratio(side, 4096, name) for side in YOSO for name in quantities}
+    return f"YOSO-16 / 32 / 64 / 128: {_listed(found, quantities)}"
 
 
-def _as_much(quantities: Sequence[str]) -> Any:
+def _as_much(quantities: Sequence[str]) -> Judge:
     """At 4096 tokens as much is saved as in the paper; same shape: there is a gain, and it grows with the length."""
 
-    def judge(rows: Rows) -> Judgement:
-        short, long = (_gains(rows, length, quantities) for length in (512, 4096))
-        if short is None or long is None:
-            return not_run(_NOTHING)
-        whole = all(value >= NEAR * (ratio(side, 4096, name) or 0.0) for (side, name), value in long.items())
-        shape = all(value > max(1.0, short[key]) for key, value in long.items())
-        return judged(whole, shape, ours=_shown(long, quantities))
+    def enough(found: dict[int, dict[Any, float]]) -> bool:
+        return all(value >= NEAR * (ratio(side, 4096, name) or 0.0) for (side, name), value in found[4096].items())
 
-    return judge
+    def grows(found: dict[int, dict[Any, float]]) -> bool:
+        return all(value > max(1.0, found[512][key]) for key, value in found[4096].items())
 
-
-def _short(rows: Rows) -> Judgement:
-    values = [_gain(rows, "YOSO-32", 512, part) for part in ("forward", "backward")]
-    if None in values:
-        return not_run(_NOTHING)
-    known = [value for value in values if value is not None]
-    ours = f"forward {known[0]:.2f}, backward {known[1]:.2f}"
-    return judged(all(0.5 <= value <= 2 for value in known), all(value >= 0.5 for value in known), ours=ours)
+    return Judge(
+        lambda rows: {length: _gains(rows, length, quantities) for length in (512, 4096)},
+        Criterion(f"at least {NEAR} of the paper's", enough), Criterion("above 1, and more than at 512", grows),
+        lambda found: _listed(found[4096], quantities), of="self-attention with its matrix / YOSO",
+    )  # fmt: skip
 
 
-def _fused(rows: Rows) -> Judgement:
-    found = {(s, p): _gain(rows, s, 4096, p, FUSED) for s in YOSO for p in ("forward", "backward")}
-    known = {key: value for key, value in found.items() if value is not None}
-    if len(known) < len(found):
-        return not_run(_NOTHING)
-    ours = "YOSO-16 / 32 / 64 / 128: " + _shown(known, ("forward", "backward"))
-    return judged(all(value > 1 for value in known.values()), any(value > 1 for value in known.values()), ours=ours)
+def _per_token(rows: Rows, side: str) -> dict[int, float]:
+    """Microseconds by the length."""
+    return curve(pick(rows, what="per token", side=side), "length", lambda row: row["seconds"] / row["length"] * 1e6)
 
 
-def _less_kept(rows: Rows) -> Judgement:
-    found = [_gain(rows, "YOSO-32", 512, "cache", rival) for rival in RIVALS]
-    if None in found:
-        return not_run(_NOTHING)
-    known = [value for value in found if value is not None]
-    wanted = [TABLE[rival][512]["cache"] / TABLE["YOSO-32"][512]["cache"] for rival in RIVALS]
-    whole = all(value >= NEAR * paper for value, paper in zip(known, wanted, strict=True))
-    ours = ", ".join(f"{value:.2f}x ({rival})" for value, rival in zip(known, RIVALS, strict=True))
-    return judged(whole, all(value > 1.05 for value in known), ours=ours)
+def _kept(rows: Rows) -> dict[str, float]:
+    return _known({rival: _gain(rows, "YOSO-32", 512, "cache", rival) for rival in RIVALS})
 
 
-def _similar(rows: Rows) -> Judgement:
-    mine = [_value(rows, side, 4096, "forward") for side in ("YOSO-32", *RIVALS)]
-    if None in mine:
-        return not_run(_NOTHING)
-    known = [float(value) for value in mine if value is not None]
-    shares = [known[0] / other for other in known[1:]]
-    ours = ", ".join(f"{share:.2f} ({rival})" for share, rival in zip(shares, RIVALS, strict=True))
-    near = [0.5 <= share <= 2 for share in shares]
-    return judged(all(near), any(near), ours=ours)
+_PAPER_KEPT = {rival: TABLE[rival][512]["cache"] / TABLE["YOSO-32"][512]["cache"] for rival in RIVALS}
 
 
-def _per_token(rows: Rows) -> Judgement:
-    growth = {}
-    for side in YOSO:
-        found = {row["length"]: row["seconds"] / row["length"] for row in pick(rows, what="per token", side=side)}
-        growth[side] = found[PER_TOKEN[-1]] / found[PER_TOKEN[0]]
-    ours = ", ".join(f"{side} {value:.2f}x" for side, value in growth.items())
-    near = all(1 / 1.3 <= value <= 1.3 for value in growth.values())
-    return judged(near, max(growth.values()) <= 2, ours=ours)
+def _shares(rows: Rows) -> dict[str, float]:
+    """Forward time of YOSO-32 / that of others, at 4096 tokens."""
+    found = _known({side: _value(rows, side, 4096, "forward") for side in ("YOSO-32", *RIVALS)})
+    return {rival: found["YOSO-32"] / found[rival] for rival in RIVALS}
+
+
+def _over_hashes(rows: Rows) -> dict[str, float]:
+    """Exponents of the times at 4096 tokens over the hashes."""
+    return {part: power(_known({m: _value(rows, f"YOSO-{m}", 4096, part) for m in HASHES})) for part in TIMES}
 
 
 def _tables(rows: Rows) -> list[Table]:
-    lengths, sides = _lengths(rows), [FUSED, *SPECS]
-    words = dict(
-        zip(
-            QUANTITIES,
-            ("Forward time", "Backward time", "Backward cache", "Training peak", "Testing peak"),
-            strict=True,
-        )
-    )
-    tables = []
-    for name, title in words.items():
-        body = [[side, *(_entry(rows, side, length, name) for length in lengths)] for side in sides]
-        first = [SELF, *(_absolute(_value(rows, SELF, length, name), name) for length in lengths)]
+    lengths = sorted(distinct(pick(rows, what="race"), "length"))
+
+    def absolute(value: float | None, name: str) -> str:
+        return "-" if value is None else f"{value * 1e3:.1f} ms" if name in TIMES else f"{value / 2**20:.0f} MiB"
+
+    def beside(ours: float | None, paper: float | None) -> str:
+        return _number(ours) + ("" if paper is None else f" ({paper:.2f})")
+
+    def gains(name: str, title: str) -> Table:
+        def entry(side: str, length: int) -> str:
+            if side == SELF:
+                return absolute(_value(rows, SELF, length, name), name)
+            return beside(_gain(rows, side, length, name), ratio(side, length, name))
+
         title = f"{title}: self-attention (n x n matrix) / side (paper's ratio)"
-        tables.append(Table(title, ["side", *map(str, lengths)], [first, *body]))
-    fused = [
-        [
-            side,
-            *(
-                " / ".join(_number(_gain(rows, side, n, part, FUSED)) for part in ("forward", "backward"))
-                for n in lengths
-            ),
-        ]
-        for side in SPECS
-    ]
-    tables.append(
-        Table("Time of fused attention (SDPA) / the side, forward / backward", ["side", *map(str, lengths)], fused)
-    )
-    body = [
-        [side, *(f"{_number(_power(rows, side, name))}{_beside(side, name)}" for name in QUANTITIES)]
-        for side in [SELF, FUSED, *SPECS]
-    ]
-    tables.append(Table("Exponents over 512 to 4096 tokens (the paper's)", ["side", *QUANTITIES], body))
-    per = [
-        [side, *(f"{row['seconds'] / row['length'] * 1e6:.1f}" for row in pick(rows, what="per token", side=side))]
-        for side in YOSO
-    ]
-    tables.append(Table("Forward time per token, microseconds", ["side", *map(str, PER_TOKEN)], per))
-    refused = [[row["side"], str(row["length"]), row["why"]] for row in pick(rows, what="race") if row["why"]]
-    return tables + ([Table("Not run", ["side", "tokens", "why"], refused)] if refused else [])
+        return pivot(title, "side", [SELF, FUSED, *SPECS], lengths, entry)
+
+    refused = [row for row in pick(rows, what="race") if row["why"]]
+    return [
+        *(gains(name, title) for name, title in QUANTITIES.items()),
+        pivot("Time of fused attention (SDPA) / the side, forward / backward", "side", SPECS, lengths,
+              lambda side, n: " / ".join(_number(_gain(rows, side, n, part, FUSED)) for part in TIMES)),
+        pivot("Exponents over 512 to 4096 tokens (the paper's)", "side", [SELF, FUSED, *SPECS], list(QUANTITIES),
+              lambda side, name: beside(_power(rows, side, name), _paper_power(side, name) if side in TABLE else None)),
+        pivot("Forward time per token, microseconds", "side", YOSO, PER_TOKEN,
+              lambda side, n: f"{_per_token(rows, side)[n]:.1f}"),
+        *([listing("Not run", refused, {"side": "{side}", "tokens": "{length}", "why": "{why}"})] if refused else []),
+    ]  # fmt: skip
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def _absolute(value: float | None, quantity: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1e3:.1f} ms" if quantity in ("forward", "backward") else f"{value / 2**20:.0f} MiB"
-
-
-def _entry(rows: Rows, side: str, length: int, quantity: str) -> str:
-    paper = ratio(side, length, quantity)
-    return _number(_gain(rows, side, length, quantity)) + ("" if paper is None else f" ({paper:.2f})")
-
-
-def _beside(side: str, quantity: str) -> str:
-    return f" ({_paper_power(side, quantity):.2f})" if side in TABLE else ""
-
-
 def _draw(rows: Rows, figure: Figure) -> None:
     left, middle, right = panels(figure, 1, 3, size=(5.2, 4.6))
-    for number, side in enumerate(YOSO):
-        mine = pick(rows, what="per token", side=side)
-        left.plot([row["length"] for row in mine], [row["seconds"] / row["length"] * 1e6 for row in mine], label=side,
-                  **style(number))  # fmt: skip
-    left.set(ylabel="forward time per token, microseconds", title="Time per token (figure 5, right)", ylim=(0, None))
-    lengths = _lengths(rows)
-    marked = False
+    lengths = sorted(distinct(pick(rows, what="race"), "length"))
     for number, side in enumerate((*YOSO, *RIVALS, FUSED)):
         look = {**style(number), **({"color": "black", "linestyle": "--"} if side == FUSED else {})}
+        if side in YOSO:
+            line(left, _per_token(rows, side), side, number)
         for axes, quantity in ((middle, "forward"), (right, "cache")):
-            known = {n: gain for n in lengths if (gain := _gain(rows, side, n, quantity)) is not None}
-            axes.plot(list(known), list(known.values()), label=side, **look)
+            line(axes, {n: gain for n in lengths if (gain := _gain(rows, side, n, quantity)) is not None}, side, **look)
             if side in YOSO:
-                label = "paper, YOSO" if not marked else None
-                axes.plot(LENGTHS, [ratio(side, n, quantity) for n in LENGTHS], **{**PAPER, "label": label,
-                          "color": look["color"]})  # fmt: skip
-        marked = True
+                axes.plot(LENGTHS, [ratio(side, n, quantity) for n in LENGTHS], **{
+                    **PAPER, "label": "paper, YOSO" if number == 0 else None, "color": look["color"]})  # fmt: skip
+    left.set(ylabel="forward time per token, microseconds", title="Time per token (figure 5, right)", ylim=(0, None))
     middle.set(ylabel="time of self-attention / time of the side", title="Forward time (table 4)", yscale="log")
     right.set(ylabel="cache of self-attention / cache of the side", title="Backward cache (table 4)", yscale="log")
     for axes in (left, middle, right):
-        ticks = PER_TOKEN if axes is left else lengths
-        axes.set(xscale="log", xlabel="length, tokens")
-        axes.set_xticks(ticks, [str(n) for n in ticks])
-        axes.minorticks_off()
+        axes.set(xlabel="length, tokens")
+        log_ticks(axes, PER_TOKEN if axes is left else lengths)
     for axes in (middle, right):
-        axes.axhline(1, color="black", linewidth=0.8)
+        level(axes, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     left.legend()
     legend_below(figure, [middle], 5)
 
 
-_TIMES, _MEMORY = ("forward", "backward"), ("cache", "training", "testing")
 STUDY = Study(
-    name="yoso-efficiency",
-    title="Time and memory of YOSO and others against self-attention, over the length",
-    paper="yoso",
-    where="tables 1 and 4, figure 5, right",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    timed=True,
-    claims=(
-        Claim(
-            "quadratic", "table 1", "self-attention takes time and memory of order n^2",
-            _paper_powers((SELF,), QUANTITIES),
-            "exponents from 1.7 to 2.3, with the matrix of weights in memory; same shape: 1.5 to 2.5",
-            _powers((SELF,), QUANTITIES, 1.7, 2.3, (1.5, 2.5)),
-            otherwise="What is linear in the length (inputs, outputs) and the start of a call weigh at short lengths.",
-        ),
-        Claim(
-            "linear-time", "table 1", "YOSO takes time linear in the length, forward and backward",
-            _paper_powers(YOSO, _TIMES),
-            f"exponents {LEAST} to {LINEAR} for every number of hashes; same shape: at most {NEARLY}",
-            _powers(YOSO, _TIMES, LEAST, LINEAR, (0.0, NEARLY)),
-            otherwise="The backward pass visits pairs that collide, and with tokens in few topics a bucket holds ever "
-            "more of them; bits grow with the length, and tables outgrow the caches.",
-        ),
-        Claim(
-            "linear-memory", "table 1", "YOSO takes memory linear in the length", _paper_powers(YOSO, _MEMORY),
-            f"exponents {LEAST} to {LINEAR} for every number of hashes; same shape: at most {NEARLY}",
-            _powers(YOSO, _MEMORY, LEAST, LINEAR, (0.0, NEARLY)),
-        ),
-        Claim(
-            "hashes", "table 1", "time is at most in proportion to the number of hashes",
-            "0.69 forward, 0.66 backward by table 4", "exponents over the hashes at most 1.1; same shape: 1.3", _hashes,
-        ),
-        Claim(
-            "short", "section 6", "at 512 tokens YOSO's runtime is similar to self-attention's",
-            "YOSO-32: forward 0.85, backward 0.73 times as fast", "from half to twice as fast; same shape: at least "
-            "half as fast", _short,
-        ),
-        Claim(
-            "speed", "table 4", "at 4096 tokens YOSO is faster than self-attention", _paper_gains(4096, _TIMES),
-            f"self-attention with its matrix / YOSO at least {NEAR} of the paper's for each; same shape: above 1, and "
-            "more than at 512", _as_much(_TIMES),
-            otherwise="Other hardware: what a processor and what a graphics card take for a matrix product, and for a "
-            "look-up, differ by other factors.",
-        ),
-        Claim(
-            "fused", "table 4", "it is faster than fused attention, too (ours)", "not compared",
-            "above 1 against SDPA at 4096 tokens, forward and backward, for each number of hashes; same shape: for one",
-            _fused,
-            otherwise="Fused attention never writes its matrix, and is several times as fast as what the paper timed. "
-            "Many hashes pay off at longer texts only.", ours=True,
-        ),
-        Claim(
-            "cache", "table 4", "at 4096 tokens YOSO keeps less for the backward pass", _paper_gains(4096, ("cache",)),
-            f"at least {NEAR} of the paper's ratio for each; same shape: above 1, and more than at 512",
-            _as_much(("cache",)),
-            otherwise="The paper's self-attention keeps more than one matrix (dropout among them), ours one.",
-        ),
-        Claim(
-            "peak", "table 4", "it takes less memory in training and testing",
-            _paper_gains(4096, ("training", "testing")),
-            f"at least {NEAR} of the paper's ratio for each; same shape: above 1, and more than at 512",
-            _as_much(("training", "testing")),
-        ),
-        Claim(
-            "others-cache", "section 6", "YOSO-32 keeps less for the backward pass than the other methods",
-            "2.6x (Reformer-2), 1.9x (Longformer-64), 2.1x (Linformer-256) at 512 tokens",
-            f"at least {NEAR} of these; same shape: above 1.05", _less_kept,
-            otherwise="It is a property of implementations: ours of the other methods keep inputs and outputs, too, "
-            "and compute weights again in the backward pass; Linformer also keeps its learned projection.",
-        ),
-        Claim(
-            "others-time", "section 6", "YOSO-32 saves about as much time as the other methods",
-            "its time / theirs at 4096: 0.99 (Reformer-2), 1.02 (Longformer-64), 1.57 (Linformer-256)",
-            "from half to twice their forward time; same shape: of one", _similar,
-            otherwise="A window reads keys in order and needs no hash: on a processor it takes much less time than "
-            "look-ups in tables.",
-        ),
-        Claim(
-            "per-token", "figure 5", "time per token grows by 30 % from 128 to 4096 tokens", "1.3x",
-            "1 / 1.3 to 1.3 times for every number of hashes; same shape: at most 2", _per_token,
-            otherwise="Bits of a code grow from 7 to 12, and with them the projections of each token and the tables, "
-            "which no longer fit the nearest cache. Where it falls, the start of a call is what short texts pay for.",
-        ),
+    name="yoso-efficiency", title="Time and memory of YOSO and others against self-attention, over the length",
+    paper="yoso", where="tables 1 and 4, figure 5, right", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
+    timed=True, claims=(
+        Claim("quadratic", "table 1", "self-attention takes time and memory of order n^2",
+              _paper_powers((SELF,), list(QUANTITIES)),
+              judge=_powers((SELF,), list(QUANTITIES), within(1.7, 2.3), within(1.5, 2.5))),
+        Claim("linear-time", "table 1", "YOSO takes time linear in the length, forward and backward",
+              _paper_powers(YOSO, TIMES), judge=_powers(YOSO, TIMES, within(LEAST, LINEAR), within(0.0, NEARLY))),
+        Claim("linear-memory", "table 1", "YOSO takes memory linear in the length", _paper_powers(YOSO, MEMORY),
+              judge=_powers(YOSO, MEMORY, within(LEAST, LINEAR), within(0.0, NEARLY))),
+        Claim("hashes", "table 1", "time is at most in proportion to the number of hashes",
+              "0.69 forward, 0.66 backward by table 4", judge=Judge(
+                  _over_hashes, at_most(1.1), at_most(1.3), lambda found: "exponents over the hashes at 4096 tokens: "
+                  + listed(found, "{key} {value:.2f}"), of="exponents over the hashes")),
+        Claim("short", "section 6", "at 512 tokens YOSO's runtime is similar to self-attention's",
+              "YOSO-32: forward 0.85, backward 0.73 times as fast", judge=Judge(
+                  lambda rows: _known({part: _gain(rows, "YOSO-32", 512, part) for part in TIMES}),
+                  within(0.5, 2), at_least(0.5), "{key} {value:.2f}", of="times as fast, forward and backward")),
+        Claim("speed", "table 4", "at 4096 tokens YOSO is faster than self-attention", _paper_gains(TIMES),
+              judge=_as_much(TIMES)),
+        Claim("fused", "table 4", "it is faster than fused attention, too (ours)", "not compared", judge=Judge(
+            lambda rows: _gains(rows, 4096, TIMES, FUSED), above(1), above(1).once(),
+            lambda found: f"YOSO-16 / 32 / 64 / 128: {_listed(found, TIMES)}",
+            of="SDPA / YOSO at 4096 tokens, forward and backward, for each number of hashes"), ours=True),
+        Claim("cache", "table 4", "at 4096 tokens YOSO keeps less for the backward pass", _paper_gains(["cache"]),
+              judge=_as_much(["cache"])),
+        Claim("peak", "table 4", "it takes less memory in training and testing", _paper_gains(MEMORY[1:]),
+              judge=_as_much(MEMORY[1:])),
+        Claim("others-cache", "section 6", "YOSO-32 keeps less for the backward pass than the other methods",
+              "2.6x (Reformer-2), 1.9x (Longformer-64), 2.1x (Linformer-256) at 512 tokens", judge=Judge(
+                  _kept, Criterion(f"at least {NEAR} of the paper's",
+                                   lambda found: all(found[key] >= NEAR * _PAPER_KEPT[key] for key in found)),
+                  above(1.05), "{value:.2f}x ({key})", of="theirs / YOSO-32's at 512 tokens")),
+        Claim("others-time", "section 6", "YOSO-32 saves about as much time as the other methods",
+              "its time / theirs at 4096: 0.99 (Reformer-2), 1.02 (Longformer-64), 1.57 (Linformer-256)",
+              judge=Judge(_shares, within(0.5, 2), within(0.5, 2).once(), "{value:.2f} ({key})",
+                          of="its forward time / theirs")),
+        Claim("per-token", "figure 5", "time per token grows by 30 % from 128 to 4096 tokens", "1.3x", judge=Judge(
+            lambda rows: {side: (found := _per_token(rows, side))[4096] / found[128] for side in YOSO},
+            within(1 / 1.3, 1.3), at_most(2), "{key} {value:.2f}x", of="growth for every number of hashes")),
     ),
 )  # fmt: skip

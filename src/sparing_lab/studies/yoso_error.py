@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparing.functional import attention
 from sparing.transformers.watch import Seen
 from sparing.workbench.benchmark.workload import Inputs, clustered
-from sparing.workbench.estimate import exponent
-from sparing_lab.report.figure import legend_below, panels, style
+from sparing_lab.figure import Figure, legend_below, line, log_ticks, panels
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
-from sparing_lab.studies.study import Cell, Claim, Judgement, Row, Rows, Settings, Study, Table, judged, not_run, pick
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, exponent, falls
+from sparing_lab.studies.rows import Cell, Row, Rows, curve, curves, distinct, pick, power, span
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, pivot, shown
 
 HASHES = (16, 32, 64, 128)
 LENGTHS: dict[str, Sequence[int]] = {"minilm": (128, 256, 512), "smollm2": (128, 256, 512, 1024, 2048)}
@@ -68,7 +66,7 @@ def _first(seen: Seen, length: int) -> Seen:
 
 
 def synthetic(data: str, length: int) -> Seen:
-    """Tokens in 16 topics, of a similarity that does not change with the length, or of independent normal numbers."""
+    """Return tokens in 16 topics, whose similarity does not depend on the length, or independent normal numbers."""
     if data == "clustered":
         inputs = clustered(1, HEADS, length, WIDTH)
     else:
@@ -80,7 +78,7 @@ def synthetic(data: str, length: int) -> Seen:
 
 @torch.no_grad()
 def errors(calls: Sequence[Seen], hashes: Sequence[int], draws: int, bits: int | None) -> list[Row]:
-    """||N-YOSO - E|| / ||E||, E from the collision probability: mean over layers, heads and draws (figure 5)."""
+    """Return ||N-YOSO - E|| / ||E||, E from the collision probability: mean over layers, heads and draws (figure 5)."""
     found: dict[tuple[int, str], list[float]] = {}
     of = "" if bits is None else f", bits={bits}"
     for seen in calls:
@@ -101,143 +99,108 @@ def _run(seen: Seen, spec: str, seed: int) -> torch.Tensor:
 
 def _powers(rows: Rows, norm: str) -> dict[int, float]:
     """By the number of hashes: the exponent of the error over the length."""
-    found = {}
-    for many in HASHES:
-        mine = sorted(pick(rows, hash=many), key=lambda row: row["length"])
-        found[many] = exponent([row["length"] for row in mine], [row[norm] for row in mine])
-    return found
+    return {many: power(curve(pick(rows, hash=many), "length", norm)) for many in HASHES}
 
 
-def _flat(norm: str, data: str | None = None) -> Any:
-    """Of the data of that name; None: of all trained models that are no presets."""
+def _flat(norm: str, data: str | None = None) -> Judge:
+    """Whether the error of the data of that name is flat; None: of all trained models that are no presets."""
 
-    def judge(rows: Rows) -> Judgement:
+    def figures(rows: Rows) -> dict[str, Any]:
         mine = pick(rows, trained=True, bits=None) if data is None else pick(rows, data=data, bits=None)
         mine = mine if data is not None else [row for row in mine if row["data"] not in LENGTHS]
         if not mine:
-            return not_run(f"{data or 'a model of up to 4096 tokens'} is not looked at here: --scale or --model")
+            raise NotRun(f"{data or 'a model of up to 4096 tokens'} is not looked at here: --scale or --model")
         powers = _powers(mine, norm)
         worst = max(powers, key=lambda many: abs(powers[many]))
-        ends = [min(mine, key=lambda row: row["length"])["length"], max(row["length"] for row in mine)]
-        values = [pick(mine, hash=worst, length=length)[0][norm] for length in ends]
-        ours = f"{values[0]:.2f} at {ends[0]}, {values[1]:.2f} at {ends[1]} tokens ({worst} hashes); exponents "
-        ours += f"{min(powers.values()):+.2f} to {max(powers.values()):+.2f}"
-        return judged(abs(powers[worst]) <= FLAT, abs(powers[worst]) <= SLOW, ours=ours)
+        return {"powers": powers, "worst": worst, "size": abs(powers[worst]),
+                "errors": curve(pick(mine, hash=worst), "length", norm)}  # fmt: skip
 
-    return judge
+    def shows(found: dict[str, Any]) -> str:
+        (first, *_), (last, *_) = found["errors"].items(), reversed(found["errors"].items())
+        powers = found["powers"].values()
+        return (
+            f"{first[1]:.2f} at {first[0]}, {last[1]:.2f} at {last[0]} tokens ({found['worst']} hashes); exponents "
+            f"{min(powers):+.2f} to {max(powers):+.2f}"
+        )
 
-
-def _bits(rows: Rows) -> Judgement:
-    grow = {bits: _powers(pick(rows, data="clustered", bits=bits), "L2") for bits in (None, FIXED)}
-    most = {bits: max(powers.values()) for bits, powers in grow.items()}
-    slower = all(grow[None][many] < grow[FIXED][many] for many in HASHES)
-    ours = f"exponents up to {most[None]:+.2f} with log2(n) bits, {most[FIXED]:+.2f} with {FIXED}"
-    return judged(slower and most[None] <= FLAT, slower, ours=ours)
+    about = f"{norm}: size of the exponent of the error over the length, for every number of hashes"
+    return Judge(figures, at_most(FLAT).of("size"), at_most(SLOW).of("size"), shows, of=about)
 
 
-def _hashes(rows: Rows) -> Judgement:
-    powers, falls = [], True
-    for row in pick(rows, trained=True, bits=None, hash=HASHES[0]):
-        of = {"data": row["data"], "length": row["length"], "bits": None}
-        mine = [pick(rows, **of, hash=many)[0]["L2"] for many in HASHES]
-        falls = falls and all(later < earlier for earlier, later in pairwise(mine))
-        powers.append(exponent([float(many) for many in HASHES], mine))
-    ours = f"exponents of the L2 error over the hashes {min(powers):.2f} to {max(powers):.2f}"
-    return judged(falls and all(-0.6 <= power <= -0.4 for power in powers), falls, ours=ours)
+def _growth(rows: Rows) -> dict[int | None, dict[int, float]]:
+    """By the bits: exponents of the error over the length, synthetic topics."""
+    return {bits: _powers(pick(rows, data="clustered", bits=bits), "L2") for bits in (None, FIXED)}
 
 
-def _names(rows: Rows) -> dict[str, Rows]:
-    """The curves by their names."""
-    found: dict[str, Rows] = {}
-    for data in dict.fromkeys(row["data"] for row in rows):
-        found |= {data: pick(rows, data=data, bits=None), f"{data}, {FIXED} bits": pick(rows, data=data, bits=FIXED)}
-    return found
+_SLOWER = Criterion(
+    f"below those with {FIXED} bits", lambda found: all(found[None][many] < found[FIXED][many] for many in HASHES)
+)
 
 
 def _tables(rows: Rows) -> list[Table]:
-    lengths = sorted({row["length"] for row in rows})
-    tables = []
-    for norm in NORMS:
-        body = []
-        for name, mine in _names(rows).items():
-            powers = _powers(mine, norm)
-            for many in HASHES:
-                values = {row["length"]: row[norm] for row in pick(mine, hash=many)}
-                shown = [f"{values[length]:.3f}" if length in values else "" for length in lengths]
-                body.append([name, str(many), *shown, f"{powers[many]:+.2f}"])
-        tables.append(Table(f"Relative error, {norm}", ["q, k, v of", "hashes", *map(str, lengths), "exponent"], body))
-    return tables
+    lengths = sorted(distinct(rows, "length"))
+    named: dict[str, list[Row]] = {}
+    for data in distinct(rows, "data"):
+        named |= {data: pick(rows, data=data, bits=None), f"{data}, {FIXED} bits": pick(rows, data=data, bits=FIXED)}
+
+    def table(norm: str) -> Table:
+        def entry(line: tuple[str, int], column: Any) -> str:
+            errors = curve(pick(named[line[0]], hash=line[1]), "length", norm)
+            return f"{power(errors):+.2f}" if column == "exponent" else shown(errors.get(column), ".3f")
+
+        lines = [(name, many) for name in named for many in HASHES]
+        title = f"Relative error, {norm}"
+        return pivot(title, ["q, k, v of", "hashes"], lines, [*lengths, "exponent"], entry, lambda x: [x[0], str(x[1])])
+
+    return [table(norm) for norm in NORMS]
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     both = panels(figure, 1, 2, size=(5.6, 4.8))
-    data = list(dict.fromkeys(row["data"] for row in rows))
-    lengths = sorted({row["length"] for row in rows})
     for axes, norm in zip(both, NORMS, strict=True):
-        for number, name in enumerate(data):
-            for bits, line, fill in ((None, "-", "full"), (FIXED, "--", "none")):
-                shown = sorted(pick(rows, data=name, bits=bits, hash=DRAWN), key=lambda row: row["length"])
-                label = f"{name}, {bits or 'log2(n)'} bits"
-                at, values = [row["length"] for row in shown], [row[norm] for row in shown]
-                axes.plot(at, values, line, label=label, fillstyle=fill, **style(number))
+        for number, name in enumerate(distinct(rows, "data")):
+            for bits, dash, fill in ((None, "-", "full"), (FIXED, "--", "none")):
+                found = curve(pick(rows, data=name, bits=bits, hash=DRAWN), "length", norm)
+                line(axes, found, f"{name}, {bits or 'log2(n)'} bits", number, linestyle=dash, fillstyle=fill)
+        log_ticks(axes, sorted(distinct(rows, "length")))
         title = f"{norm}, {DRAWN} hashes"
-        axes.set(xscale="log", xlabel="length, tokens", ylabel="||N-YOSO - E|| / ||E||", title=title, ylim=(0, None))
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.minorticks_off()
+        axes.set(xlabel="length, tokens", ylabel="||N-YOSO - E|| / ||E||", title=title, ylim=(0, None))
     legend_below(figure, both[:1], 4)
 
 
-_CRITERION = (
-    f"exponent of the error over the length at most {FLAT} in size for every number of hashes; same shape: none above "
-    f"{SLOW}"
-)
 _PAPER = "almost constant from 128 to 4096"
-_WHY = (
-    "The bits grow with the length, and each further bit makes collisions rarer at any similarity below 1, so that a "
-    "row of the estimate rests on fewer of them. With 9 bits at every length the L2 error does not grow (table). "
-)
-_LARGEST = "The largest of more entries is also larger by itself."
 STUDY = Study(
-    name="yoso-error",
-    title="The error of a fixed number of hashes against the length",
-    paper="yoso",
-    where="figure 5, left",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
-    options=("seeds", "model"),
+    name="yoso-error", title="The error of a fixed number of hashes against the length", paper="yoso",
+    where="figure 5, left", cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("seeds", "model"),
     claims=(
-        Claim(
-            "paper", "figure 5", "the relative error of the pretrained model stays almost constant over the length",
-            _PAPER, f"L-infinity, the authors' model or --model: {_CRITERION}", _flat("L-infinity"), otherwise=_WHY,
-        ),
-        Claim("minilm", "figure 5", "the same for MiniLM, 128 to 512 tokens, L-infinity", _PAPER, _CRITERION,
-              _flat("L-infinity", "minilm"), otherwise=_WHY + _LARGEST),
-        Claim("minilm-l2", "figure 5", "the same in L2", _PAPER, _CRITERION, _flat("L2", "minilm"), otherwise=_WHY),
-        Claim("smollm2", "figure 5", "the same for SmolLM2, causal, 128 to 2048 tokens, L-infinity", _PAPER, _CRITERION,
-              _flat("L-infinity", "smollm2"), otherwise=_WHY + _LARGEST),
-        Claim("smollm2-l2", "figure 5", "the same in L2", _PAPER, _CRITERION, _flat("L2", "smollm2"), otherwise=_WHY),
+        Claim("paper", "figure 5", "the relative error of the pretrained model stays almost constant over the length",
+              _PAPER, judge=_flat("L-infinity")),
+        Claim("minilm", "figure 5", "the same for MiniLM, 128 to 512 tokens, L-infinity", _PAPER,
+              judge=_flat("L-infinity", "minilm")),
+        Claim("minilm-l2", "figure 5", "the same in L2", _PAPER, judge=_flat("L2", "minilm")),
+        Claim("smollm2", "figure 5", "the same for SmolLM2, causal, 128 to 2048 tokens, L-infinity", _PAPER,
+              judge=_flat("L-infinity", "smollm2")),
+        Claim("smollm2-l2", "figure 5", "the same in L2", _PAPER, judge=_flat("L2", "smollm2")),
         Claim(
             "bits", "section 6", "bits that grow as log2(n) keep the error from growing", "may be partly the cause",
-            f"synthetic topics of a similarity that does not change, L2: exponents at most {FLAT} and below those with "
-            f"{FIXED} bits for every number of hashes; same shape: only the latter", _bits,
-            otherwise="Here the opposite holds: with 9 bits at every length the error stays what it is, and with "
-            "log2(n) bits it grows. More tokens of the same kind make sums larger, what is sought and noise alike; "
-            "more bits make collisions rarer.",
+            judge=Judge(
+                _growth, at_most(FLAT).of(None) & _SLOWER, _SLOWER,
+                lambda found: f"exponents up to {max(found[None].values()):+.2f} with log2(n) bits, "
+                f"{max(found[FIXED].values()):+.2f} with {FIXED}",
+                of="exponents of the L2 error over the length for every number of hashes, synthetic topics of a "
+                "similarity that does not change",
+            ),
         ),
-        Claim(
-            "independent", "figure 5", "the error of independent normal q, k, v stays almost constant, too (ours)",
-            "not looked at", _CRITERION, _flat("L2", "independent"),
-            otherwise="There is nothing to attend to: all weights are nearly equal and, the more bits there are, the "
-            "smaller; the error is near 1 or above. It grows with the bits, not with the tokens.", ours=True,
-        ),
+        Claim("independent", "figure 5", "the error of independent normal q, k, v stays almost constant, too (ours)",
+              "not looked at", judge=_flat("L2", "independent"), ours=True),
         Claim(
             "hashes", "section 6", "the error falls with the number of hashes", "variance falls with the hashes",
-            "trained models, every length, L2: falls at each step, as a power of -0.4 to -0.6; same shape: falls at "
-            "each step", _hashes,
-            otherwise="Where a query collides with few keys the error is large, and dividing the rows by their length "
-            "keeps it from being as large as the noise: it falls more slowly than the root of the hashes.",
+            judge=Judge(
+                lambda rows: curves(pick(rows, trained=True, bits=None), "hash", "L2", "data", "length"),
+                falls() & exponent(-0.6, -0.4), falls(),
+                lambda found: f"exponents of the L2 error over the hashes {span(map(power, found.values()))}",
+                of="L2 error over the hashes, trained models, every length",
+            ),
         ),
     ),
 )  # fmt: skip

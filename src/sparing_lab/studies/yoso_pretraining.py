@@ -7,35 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from sparing.documents import default, read
-from sparing.nn import Encoder
-from sparing_lab.report.figure import legend_below, panels, style
+from sparing_lab.figure import Figure, legend_below, level, line, log_ticks, panels, style
 from sparing_lab.studies._trained import running
-from sparing_lab.studies._yoso_trained import EXPECTATION, METHODS, SAMPLED, YOSO, falling, started
-from sparing_lab.studies.study import (
-    Cell,
-    Claim,
-    Judgement,
-    Row,
-    Rows,
-    Settings,
-    Study,
-    Table,
-    judged,
-    not_run,
-    pick,
-    the,
-)
-from sparing_lab.tasks.trainable import Task
+from sparing_lab.studies._yoso_trained import EXPECTATION, METHODS, SAMPLED, YOSO, frequencies, start, started
+from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, falls, listed
+from sparing_lab.studies.rows import Cell, Row, Rows, curve, distinct, mean, pick, the
+from sparing_lab.studies.study import Claim, Settings, Study
+from sparing_lab.studies.tables import Table, pivot
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SEEDS = {"small": 2, "paper": 1}
 BITS = 9  #: of the paper's codes, which are log2(512)
@@ -59,7 +42,6 @@ MATCH, NEAR = 0.02, 0.10  #: nats: 2 % and 10 % of a perplexity
 ROOM = 0.01  #: nats that one may be above another by noise
 HALF = math.log(2)  #: the loss of a guess at the order
 LEARNED = 0.05  #: nats below it
-_COUNTED = 2000  # examples whose bytes are counted
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -104,15 +86,6 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-@torch.no_grad()
-def start(encoder: Encoder, *, tokens: float, positions: float) -> None:
-    """Embeddings to start from: of tokens, of that size; of positions, waves of that height."""
-    encoder.tokens.weight.mul_(tokens / encoder.tokens.weight.std())
-    lengths = encoder.length ** torch.linspace(0, 1, encoder.width // 2)  # of waves, in radians
-    angles = torch.arange(encoder.length)[:, None] / lengths
-    encoder.positions.weight.copy_(positions * torch.cat([angles.sin(), angles.cos()], dim=-1))
-
-
 def _tried(training: Training, hashes: Sequence[int], seed: int) -> list[Row]:
     """The trained model with other numbers of hashes, and with their expectation."""
     specs = {**{str(many): f"yoso(hashes={many})" for many in hashes}, "E": EXPECTATION}
@@ -130,229 +103,200 @@ def _longer(training: Training, longer: dict[str, Any]) -> tuple[dict[str, float
     return started(replace(training.config, **longer), model.state_dict()).run().records
 
 
-def frequencies(task: Task) -> float:
-    """The perplexity of a model that knows how often each byte occurs, and nothing else."""
-    counts = [torch.zeros(task.vocabulary, dtype=torch.float64) for _ in range(2)]
-    for number, split in enumerate((task.train, task.valid)):
-        for index in range(min(len(split), _COUNTED)):
-            counts[number] += torch.bincount(split[index].tokens, minlength=task.vocabulary)
-    for each in counts:
-        each[list(task.special)] = 0
-    seen, held = counts
-    free = task.vocabulary - len(task.special) - 1  # the mask is no byte
-    nats = -((seen + 1) / (seen.sum() + free)).log()
-    return float((held * nats).sum().div(held.sum()).exp())
-
-
-def _curves(rows: Rows, model: str, what: str = "curve") -> list[list[dict[str, float]]]:
-    """One for each seed."""
-    return [row["curve"] for row in pick(rows, what=what, model=model)]
-
-
 def last(rows: Rows, model: str, quantity: str, what: str = "curve") -> float:
-    """At the end of training, mean over seeds."""
-    return fmean(curve[-1][quantity] for curve in _curves(rows, model, what))
+    """Return the loss at the end of training, mean over seeds."""
+    return mean(pick(rows, what=what, model=model), lambda row: row["curve"][-1][quantity])
 
 
-def at(rows: Rows, model: str, hashes: int | str, quantity: str) -> float:
-    """Of a trained model with so many hashes, mean over seeds."""
-    return fmean(row["record"][quantity] for row in pick(rows, what="hashes", model=model, at=str(hashes)))
+def at(rows: Rows, model: str, quantity: str) -> dict[Any, float]:
+    """Return the losses of a trained model by the hashes at validation, and with the expectation; means over seeds."""
+    found = pick(rows, what="hashes", model=model)
+    return {many: mean(pick(found, at=str(many)), lambda row: row["record"][quantity]) for many in (*TRIED, "E")}
 
 
-def _models(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(row["model"] for row in rows))
+def _guess(rows: Rows) -> float:
+    """The perplexity of byte frequencies."""
+    return mean(pick(rows, what="curve"), "frequencies")
 
 
-def _learned(rows: Rows, quantity: str) -> Judgement | None:
-    """Why nothing can be said: softmax has not learned it, either."""
-    if quantity == "order_loss":
-        found = last(rows, "softmax", quantity)
-        why = f"softmax has not learned the order in these steps: loss {found:.3f}, a guess has {HALF:.3f}"
-        return None if found <= HALF - LEARNED else not_run(why)
-    found, guess = (
-        math.exp(last(rows, "softmax", quantity)),
-        fmean(row["frequencies"] for row in pick(rows, what="curve")),
-    )
-    why = f"softmax has learned little more than how often bytes occur: perplexity {found:.1f}, these {guess:.1f}"
-    return None if found <= 0.8 * guess else not_run(why)
-
-
-def _of(quantity: str) -> Callable[[Callable[[Rows, str], Judgement]], Callable[[Rows], Judgement]]:
-    """A question about one of the two losses, put where softmax has learned it."""
-
-    def wrap(judge: Callable[[Rows, str], Judgement]) -> Callable[[Rows], Judgement]:
-        return lambda rows: _learned(rows, quantity) or judge(rows, quantity)
-
-    return wrap
+def _learned(rows: Rows, quantity: str) -> Rows:
+    """The rows; not run where softmax has not learned it, either."""
+    found = last(rows, "softmax", quantity)
+    if quantity == "order_loss" and found > HALF - LEARNED:
+        raise NotRun(f"softmax has not learned the order in these steps: loss {found:.3f}, a guess has {HALF:.3f}")
+    if quantity == "valid_loss" and math.exp(found) > 0.8 * _guess(rows):
+        raise NotRun(
+            f"softmax has learned little more than how often bytes occur: perplexity {math.exp(found):.1f}, these "
+            f"{_guess(rows):.1f}"
+        )
+    return rows
 
 
 def _value(quantity: str, loss: float) -> str:
     return f"{math.exp(loss):.2f}" if quantity == "valid_loss" else f"{loss:.3f}"
 
 
-def _matches(rows: Rows, quantity: str) -> Judgement:
-    soft, expected = (last(rows, model, quantity) for model in ("softmax", "YOSO-E"))
-    ours = f"YOSO-E {_value(quantity, expected)}, softmax {_value(quantity, soft)}"
-    return judged(expected <= soft + MATCH, expected <= soft + NEAR, ours=ours)
+def _ends(quantity: str, *models: str) -> Callable[[Rows], dict[str, float]]:
+    """The losses of models at the end of training."""
+
+    def figures(rows: Rows) -> dict[str, float]:
+        if missing := set(models) - set(distinct(_learned(rows, quantity), "model")):
+            raise NotRun(f"log2 of the length is {BITS} here" if SHARP in missing else f"needs {', '.join(missing)}")
+        return {model: last(rows, model, quantity) for model in models}
+
+    return figures
 
 
-def _approach(rows: Rows, quantity: str) -> Judgement:
-    found = [last(rows, model, quantity) for model in SAMPLED]
-    expected = last(rows, "YOSO-E", quantity)
-    shown = ", ".join(f"{model} {_value(quantity, value)}" for model, value in zip(SAMPLED, found, strict=True))
-    nearer = found[-1] < found[0]
-    ours = f"{shown}, YOSO-E {_value(quantity, expected)}"
-    return judged(nearer and falling([*found, expected], ROOM) and found[-1] <= expected + NEAR, nearer, ours=ours)
+def _behind(model: str, other: str, most: float) -> Criterion:
+    return Criterion(f"{model} at most {most:g} nats above {other}", lambda found: found[model] <= found[other] + most)
 
 
-def _converges(rows: Rows, quantity: str) -> Judgement:
-    gaps, falls, better = {}, True, True
-    for model in YOSO:
-        curve = [at(rows, model, many, quantity) for many in TRIED]
-        gaps[model] = curve[-1] - at(rows, model, "E", quantity)
-        falls, better = falls and falling(curve, ROOM), better and curve[-1] < curve[0]
-    worst = max(gaps, key=lambda model: abs(gaps[model]))
-    few, many, expected = (at(rows, worst, hashes, quantity) for hashes in (TRIED[0], TRIED[-1], "E"))
-    ours = f"{worst}: {_value(quantity, few)} with {TRIED[0]}, {_value(quantity, many)} with {TRIED[-1]}, "
-    ours += f"{_value(quantity, expected)} with the expectation; largest gap of all models {abs(gaps[worst]):.3f} nats"
-    return judged(falls and better and abs(gaps[worst]) <= MATCH, better, ours=ours)
+def _matches(quantity: str) -> Judge:
+    return Judge(
+        _ends(quantity, "YOSO-E", "softmax"), _behind("YOSO-E", "softmax", MATCH), _behind("YOSO-E", "softmax", NEAR),
+        lambda found: listed({model: _value(quantity, loss) for model, loss in found.items()}, "{key} {value}"),
+        of=_GUARD,
+    )  # fmt: skip
 
 
-def _wider(rows: Rows, quantity: str) -> Judgement:
-    short, long = (
-        {model: last(rows, model, quantity, what) - last(rows, "softmax", quantity, what) for model in YOSO}
-        for what in ("curve", "longer")
+def _approaches(quantity: str) -> Judge:
+    nearer = Criterion("64 is below 16", lambda found: found["YOSO-64"] < found["YOSO-16"])
+    return Judge(
+        _ends(quantity, *SAMPLED, "YOSO-E"), falls("16, 32, 64 hashes and E", ROOM) & nearer & _behind(
+            "YOSO-64", "YOSO-E", NEAR), nearer,
+        lambda found: listed({model: _value(quantity, loss) for model, loss in found.items()}, "{key} {value}"),
+        of=_GUARD,
+    )  # fmt: skip
+
+
+def _converges(quantity: str) -> Judge:
+    first, most = TRIED[0], TRIED[-1]
+
+    def figures(rows: Rows) -> dict[str, Any]:
+        found = {model: at(_learned(rows, quantity), model, quantity) for model in YOSO}
+        gaps = {model: abs(losses[most] - losses["E"]) for model, losses in found.items()}
+        return {"curves": {model: [losses[many] for many in TRIED] for model, losses in found.items()},
+                "gaps": gaps, "worst": (worst := max(gaps, key=gaps.__getitem__)), "losses": found[worst]}  # fmt: skip
+
+    def shows(found: dict[str, Any]) -> str:
+        few, many, expected = (_value(quantity, found["losses"][hashes]) for hashes in (first, most, "E"))
+        gap = found["gaps"][found["worst"]]
+        return (
+            f"{found['worst']}: {few} with {first}, {many} with {most}, {expected} with the expectation; largest gap "
+            f"of all models {gap:.3f} nats"
+        )
+
+    better = Criterion(
+        f"{most} hashes are below {first}", lambda found: all(each[-1] < each[0] for each in found["curves"].values())
     )
-    grow = {model: long[model] - short[model] for model in YOSO}
-    worst = max(grow, key=lambda model: grow[model])
-    ours = f"{worst} is {short[worst]:+.3f} nats from softmax before, {long[worst]:+.3f} after; the distance grows by "
-    ours += f"{grow[worst]:+.3f} at most, {fmean(grow.values()):+.3f} on average"
-    return judged(grow[worst] <= MATCH, fmean(grow.values()) <= MATCH, ours=ours)
+    whole = falls("the hashes at validation", ROOM).of("curves") & better
+    return Judge(figures, whole & at_most(MATCH).of("gaps", "from the expectation"), better, shows,
+                 of=f"every model, {_GUARD}")  # fmt: skip
 
 
-def _bits(rows: Rows, quantity: str) -> Judgement:
-    if SHARP not in _models(rows):
-        return not_run(f"log2 of the length is {BITS} here")
-    soft, rule, sharp = (last(rows, model, quantity) for model in ("softmax", "YOSO-E", SHARP))
-    rule_, sharp_, soft_ = (_value(quantity, loss) for loss in (rule, sharp, soft))
-    ours = f"{rule_} with log2(n), {sharp_} with {BITS}; softmax {soft_}"
-    return judged(sharp - soft <= (rule - soft) / 2, sharp <= rule - MATCH, ours=ours)
+def _wider(quantity: str) -> Judge:
+    def figures(rows: Rows) -> dict[str, Any]:
+        _learned(rows, quantity)
+        short, long = (
+            {model: last(rows, model, quantity, what) - last(rows, "softmax", quantity, what) for model in YOSO}
+            for what in ("curve", "longer")
+        )
+        return {"short": short, "long": long, "grow": {model: long[model] - short[model] for model in YOSO}}
+
+    def shows(found: dict[str, Any]) -> str:
+        grow = found["grow"]
+        worst = max(grow, key=grow.__getitem__)
+        return (
+            f"{worst} is {found['short'][worst]:+.3f} nats from softmax before, {found['long'][worst]:+.3f} after; the "
+            f"distance grows by {grow[worst]:+.3f} at most, {fmean(grow.values()):+.3f} on average"
+        )
+
+    limit = at_most(MATCH, " nats")
+    return Judge(figures, limit.of("grow"), limit.on_average().of("grow"), shows,
+                 of=f"growth of the distance to softmax for every number of hashes, {_GUARD}")  # fmt: skip
+
+
+_GUARD = "where softmax has learned it itself"
 
 
 def _tables(rows: Rows) -> list[Table]:
     steps = [int(the(rows, what=what, model="softmax", seed=0)["curve"][-1]["step"]) for what in ("curve", "longer")]
     lengths = [rows[0]["config"]["length"], rows[0]["longer"]["length"]]
-    seeds = len(pick(rows, what="curve", model="softmax"))
-    guess = fmean(row["frequencies"] for row in pick(rows, what="curve"))
-    ends = [["byte frequencies", f"{guess:.2f}", "", "", f"{HALF:.3f}", "", "", ""]]
-    for model in _models(rows):
+    ends = [["byte frequencies", f"{_guess(rows):.2f}", "", "", f"{HALF:.3f}", "", "", ""]]
+    for model in distinct(rows, "model"):
         line = [model]
         for quantity in ("valid_loss", "order_loss"):
-            found = [curve[-1][quantity] for curve in _curves(rows, model)]
-            line += [_value(quantity, fmean(found)), " ".join(_value(quantity, each) for each in found)]
+            found = [row["curve"][-1][quantity] for row in pick(rows, what="curve", model=model)]
             more = fmean(found) - last(rows, "softmax", quantity)
-            line.append("" if model == "softmax" else f"{more:+.3f}")
+            line += [_value(quantity, fmean(found)), " ".join(_value(quantity, each) for each in found),
+                     "" if model == "softmax" else f"{more:+.3f}"]  # fmt: skip
         ends.append([*line, _value("valid_loss", last(rows, model, "valid_loss", "longer"))])
-    tried = [
-        [model, words, *(_value(quantity, at(rows, model, many, quantity)) for many in (*TRIED, "E"))]
-        for quantity, words in (("valid_loss", "perplexity"), ("order_loss", "order loss")) for model in YOSO
-    ]  # fmt: skip
+    seeds = len(pick(rows, what="curve", model="softmax"))
+    title = f"After {steps[0]} steps, {lengths[0]} tokens (last: {steps[1]} more with {lengths[1]}); {seeds} seeds"
+    names = {"valid_loss": "perplexity", "order_loss": "order loss"}
     return [
-        Table(
-            f"After {steps[0]} steps, {lengths[0]} tokens (last: {steps[1]} more with {lengths[1]}); {seeds} seeds",
-            ["model", "perplexity", "seeds", "nats", "order loss", "seeds", "nats", "longer"], ends,
-        ),
-        Table("Hashes at validation", ["trained with", "", *map(str, TRIED), "E"], tried),
+        Table(title, ["model", "perplexity", "seeds", "nats", "order loss", "seeds", "nats", "longer"], ends),
+        pivot("Hashes at validation", ["trained with", ""], [(each, model) for each in names for model in YOSO],
+              (*TRIED, "E"), lambda of, many: _value(of[0], at(rows, of[1], of[0])[many]),
+              lambda of: [of[1], names[of[0]]]),
     ]  # fmt: skip
 
 
 def _draw(rows: Rows, figure: Figure) -> None:
     six = panels(figure, 2, 3, size=(4.4, 3.5))
-    looks = {model: style(number) for number, model in enumerate((*YOSO, SHARP))}
+    looks: dict[str, Any] = {model: style(number) for number, model in enumerate((*YOSO, SHARP))}
     looks["softmax"] = {"color": "black", "marker": "*", "markersize": 6}
     lengths = [rows[0]["config"]["length"], rows[0]["longer"]["length"]]
     shown = {"perplexity": "perplexity of hidden bytes", "order_loss": "loss of sentence order, nats"}
     for row, (quantity, words) in enumerate(shown.items()):
         left, middle, right = six[3 * row : 3 * row + 3]
-        for axes, what, length in ((left, "curve", lengths[0]), (right, "longer", lengths[1])):
-            for model in _models(rows):
-                curves = _curves(rows, model, what)
-                steps = [point["step"] for point in curves[0]]
-                means = [fmean(curve[number][quantity] for curve in curves) for number in range(len(steps))]
-                axes.plot(steps, means, label=model, **looks[model])
-            title = f"{length} tokens" if what == "curve" else f"then {length} tokens"
+        for axes, what, title in (
+            (left, "curve", f"{lengths[0]} tokens"),
+            (right, "longer", f"then {lengths[1]} tokens"),
+        ):
+            for model in distinct(rows, "model"):
+                points = [point for each in pick(rows, what=what, model=model) for point in each["curve"]]
+                line(axes, curve(points, "step", quantity), model, **looks[model])
             axes.set(xlabel="steps", ylabel=words, title=title)
         for model in YOSO:
-            found = [at(rows, model, many, quantity) for many in TRIED]
-            middle.plot(TRIED, found, **looks[model])
-            middle.axhline(at(rows, model, "E", quantity), color=looks[model]["color"], linestyle=":", linewidth=1)
-        middle.set(
-            xscale="log", xlabel="hashes at validation", ylabel=words, title="More hashes; dotted: the expectation"
-        )
-        middle.set_xticks(TRIED, [str(many) for many in TRIED])
-        middle.minorticks_off()
-    guess = fmean(row["frequencies"] for row in pick(rows, what="curve"))
-    six[0].axhline(guess, color="black", linestyle="--", linewidth=0.8, label="a guess")
+            found = at(rows, model, quantity)
+            line(middle, {many: found[many] for many in TRIED}, **looks[model])
+            level(middle, found["E"], color=looks[model]["color"], linestyle=":", linewidth=1)
+        middle.set(xlabel="hashes at validation", ylabel=words, title="More hashes; dotted: the expectation")
+        log_ticks(middle, TRIED)
+    level(six[0], _guess(rows), linestyle="--", label="a guess")
     for axes in six[3:]:
-        axes.axhline(HALF, color="black", linestyle="--", linewidth=0.8)
+        level(axes, HALF, linestyle="--")
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, HALF - 2 * LEARNED), max(high, HALF + LEARNED))  # so that noise looks small
     legend_below(figure, six[:1], 7)
 
 
-_TOKENS = "perplexity of hidden bytes"
-_ORDER = "loss of sentence order"
-_GUARD = "; not run where softmax has not learned it itself"
-_MATCHES = f"YOSO-E at most {MATCH:g} nats above softmax at the end; same shape: {NEAR:g}" + _GUARD
-_APPROACHES = (
-    f"16, 32, 64 hashes and E fall in this order with {ROOM:g} nats of room, 64 is below 16 and at most {NEAR:g} "
-    "above E; same shape: 64 is below 16" + _GUARD
-)
-_CONVERGES = (
-    f"every model, {TRIED[0]} to {TRIED[-1]} hashes at validation: falls with {ROOM:g} nats of room and ends at most "
-    f"{MATCH:g} from the expectation; same shape: {TRIED[-1]} hashes are below {TRIED[0]}" + _GUARD
-)
-_WIDER = (
-    f"the distance to softmax grows by at most {MATCH:g} nats for every number of hashes; same shape: on average"
-    + _GUARD
-)
-_BEHIND = (
-    "For 200 steps all models learn alike, then softmax is faster. The number of bits is one cause: with 9, which the "
-    "paper's codes have at 512 tokens, half of the distance is gone. With log2(64) = 6 bits a key at a right angle "
-    "still weighs 1/64 of an equal one, and softmax knows no such limit. The lower bound in place of the derivative is "
-    "none: with the true one the perplexity after 800 steps was 11.16, with the bound 11.12. The paper's models took "
-    "500 000 steps; that many were not tried."
-)
+def _both(key: str, where: str, states: str, paper: str, judge: Callable[[str], Judge]) -> list[Claim]:
+    """A claim about hidden bytes, and the same about the order of sentences."""
+    first = Claim(f"masked{key}", where, f"{states}: perplexity of hidden bytes", paper, judge=judge("valid_loss"))
+    return [first, Claim(f"order{key}", where, f"{states}: loss of sentence order", paper, judge=judge("order_loss"))]
+
+
 STUDY = Study(
-    name="yoso-pretraining",
-    title="Masked text and sentence order, learned with hash collisions in place of softmax",
-    paper="yoso",
-    where="figure 3",
-    cells=_cells,
-    measure=_measure,
-    tables=_tables,
-    draw=_draw,
+    name="yoso-pretraining", title="Masked text and sentence order, learned with hash collisions in place of softmax",
+    paper="yoso", where="figure 3", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("data", "seeds"),
     claims=(
-        Claim("masked", "figure 3 a", f"YOSO-E matches softmax: {_TOKENS}", "matches and slightly exceeds", _MATCHES,
-              _of("valid_loss")(_matches), otherwise=_BEHIND),
-        Claim("order", "figure 3 a", f"YOSO-E matches softmax: {_ORDER}", "matches and slightly exceeds", _MATCHES,
-              _of("order_loss")(_matches)),
-        Claim("masked-hashes", "figure 3 a", f"trained with more hashes, models come nearer to YOSO-E: {_TOKENS}",
-              "approach the curve of the expectation", _APPROACHES, _of("valid_loss")(_approach)),
-        Claim("order-hashes", "figure 3 a", f"trained with more hashes, models come nearer to YOSO-E: {_ORDER}",
-              "approach the curve of the expectation", _APPROACHES, _of("order_loss")(_approach)),
-        Claim("masked-validation", "figure 3 b", f"more hashes at validation, down to the expectation: {_TOKENS}",
-              "generally decreases for all models", _CONVERGES, _of("valid_loss")(_converges)),
-        Claim("order-validation", "figure 3 b", f"more hashes at validation, down to the expectation: {_ORDER}",
-              "generally decreases for all models", _CONVERGES, _of("order_loss")(_converges)),
-        Claim("masked-longer", "figure 3 c", f"longer texts do not widen the distance to softmax: {_TOKENS}",
-              "does not increase from 512 to 4096", _WIDER, _of("valid_loss")(_wider)),
-        Claim("order-longer", "figure 3 c", f"longer texts do not widen the distance to softmax: {_ORDER}",
-              "does not increase from 512 to 4096", _WIDER, _of("order_loss")(_wider)),
+        *_both("", "figure 3 a", "YOSO-E matches softmax", "matches and slightly exceeds", _matches),
+        *_both("-hashes", "figure 3 a", "trained with more hashes, models come nearer to YOSO-E",
+               "approach the curve of the expectation", _approaches),
+        *_both("-validation", "figure 3 b", "more hashes at validation, down to the expectation",
+               "generally decreases for all models", _converges),
+        *_both("-longer", "figure 3 c", "longer texts do not widen the distance to softmax",
+               "does not increase from 512 to 4096", _wider),
         Claim("bits", "section 6", f"{BITS} bits, as the paper's codes have, bring YOSO-E nearer to softmax",
-              f"log2(n), which is {BITS} at 512 tokens",
-              f"its distance to softmax is at most half as large; same shape: {MATCH:g} nats smaller" + _GUARD,
-              _of("valid_loss")(_bits), ours=True),
+              f"log2(n), which is {BITS} at 512 tokens", judge=Judge(
+                  _ends("valid_loss", "softmax", "YOSO-E", SHARP),
+                  Criterion("its distance to softmax is at most half as large", lambda found: (
+                      found[SHARP] - found["softmax"] <= (found["YOSO-E"] - found["softmax"]) / 2)),
+                  Criterion(f"{MATCH:g} nats smaller", lambda found: found[SHARP] <= found["YOSO-E"] - MATCH),
+                  lambda found: f"{math.exp(found['YOSO-E']):.2f} with log2(n), {math.exp(found[SHARP]):.2f} with "
+                  f"{BITS}; softmax {math.exp(found['softmax']):.2f}", of=_GUARD), ours=True),
     ),
 )  # fmt: skip

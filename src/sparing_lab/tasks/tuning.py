@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from sparing.models.minilm import weights_folder
 from sparing.models import PRESETS, first_line
+from sparing.models.minilm import weights_folder
 from sparing.sample_text import python_sentences
 from sparing_lab.tasks import glue
 from sparing_lab.tasks.hub import Hub
@@ -23,7 +23,7 @@ OWN = glue.Task("pairs", "one", "two", "label", ("accuracy",), ("apart", "next")
 
 
 @dataclass(frozen=True)
-class Rows:
+class LabelledTexts:
     """Texts, their pairs where there are some, and what is asked about them."""
 
     texts: Sequence[str]
@@ -63,7 +63,7 @@ def tokenizer_of(name: str) -> Any:
         raise ValueError(f"pretrained={name!r} cannot be loaded: {first_line(error)}") from None
 
 
-def _read(source: Path | Hub | None, part: str | None, seed: int) -> tuple[glue.Task, Rows, Rows]:
+def _read(source: Path | Hub | None, part: str | None, seed: int) -> tuple[glue.Task, LabelledTexts, LabelledTexts]:
     if source is None:
         if part is not None:
             raise ValueError(f"part={part!r} needs files: name a folder with glue/{part}/train.tsv by data")
@@ -79,19 +79,19 @@ def _read(source: Path | Hub | None, part: str | None, seed: int) -> tuple[glue.
     return found, _of_files(found, source, "train"), _of_files(found, source, "dev")
 
 
-def _of_files(task: glue.Task, folder: Path, split: str) -> Rows:
+def _of_files(task: glue.Task, folder: Path, split: str) -> LabelledTexts:
     held = glue.read(task, folder, split)
     assert held.labels is not None
     classes = {word: float(number) for number, word in enumerate(task.classes)}
     labels = [classes[label] if task.classes else float(label) for label in held.labels]
-    return Rows(held.texts, held.pairs, labels)
+    return LabelledTexts(held.texts, held.pairs, labels)
 
 
 _FIRST = ("sentence", "sentence1", "question1", "premise", "question")
 _SECOND = {"question": "sentence", "question1": "question2", "premise": "hypothesis", "sentence1": "sentence2"}
 
 
-def _of_hub(task: glue.Task, source: Hub, split: str) -> Rows:
+def _of_hub(task: glue.Task, source: Hub, split: str) -> LabelledTexts:
     """As the hub has GLUE: a part for each task, labels that are numbers already."""
     part = {"mnli-mm": "mnli"}.get(task.name.lower(), task.name.lower().replace("-", ""))
     matched = "validation_mismatched" if task.name == "MNLI-mm" else "validation_matched"
@@ -100,24 +100,24 @@ def _of_hub(task: glue.Task, source: Hub, split: str) -> Rows:
     second = () if task.pair is None else ([tuple(_SECOND.values())] if task.name != "QNLI" else [("sentence",)])
     rows = [row for row in Hub(source.name, part).rows(splits, [first, *second, ("label",)]) if row[-1] != -1]
     texts, *pairs, labels = zip(*rows, strict=True)
-    return Rows(texts, pairs[0] if pairs else None, [float(label) for label in labels])
+    return LabelledTexts(texts, pairs[0] if pairs else None, [float(label) for label in labels])
 
 
-def _own(seed: int) -> tuple[Rows, Rows]:
+def _own(seed: int) -> tuple[LabelledTexts, LabelledTexts]:
     """Each sentence with the one behind it (1) or with another one (0); the last sixth is held out."""
     sentences = list(dict.fromkeys(python_sentences()))
     random = Random(f"pairs {seed}")
 
-    def rows(some: Sequence[str]) -> Rows:
+    def rows(some: Sequence[str]) -> LabelledTexts:
         follows = [random.random() < 0.5 for _ in some[1:]]
         others = [after if yes else random.choice(some) for yes, after in zip(follows, some[1:], strict=True)]
-        return Rows(some[:-1], others, [float(yes) for yes in follows])
+        return LabelledTexts(some[:-1], others, [float(yes) for yes in follows])
 
     cut = len(sentences) * 5 // 6
     return rows(sentences[:cut]), rows(sentences[cut:])
 
 
-def _encoded(rows: Rows, tokenizer: Any, length: int) -> Split:
+def _encoded(rows: LabelledTexts, tokenizer: Any, length: int) -> Split:
     given = (list(rows.texts),) if rows.pairs is None else (list(rows.texts), list(rows.pairs))
     found = tokenizer(*given, truncation=True, max_length=length)
     tokens = [torch.tensor(ids) for ids in found["input_ids"]]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparing.models.minilm import weights_folder
 from sparing.contract import Unsupported
 from sparing.contract import method as _method
 from sparing.models import first_line
+from sparing.models.minilm import weights_folder
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.tasks.tuning import USUAL, tokenizer_of
 from sparing_lab.training.config import Config

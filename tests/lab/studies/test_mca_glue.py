@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.store import Store
+from sparing_lab.papers import numbers
 from sparing_lab.studies import study
-from sparing_lab.studies._mca import Problem, Work, documents_of, model_of, problem
-from sparing_lab.studies._mca_tables import PAPER_TABLES, WEIGHTS
+from sparing_lab.studies._mca import Problem, ProjectionWork, documents_of, model_of, problem
 from sparing_lab.studies.mca_glue import ALPHAS, METHODS
 from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
@@ -20,6 +20,7 @@ from tests.support.verdicts import changed, verdict
 
 NAME = "mca-glue"
 LENGTHS = {"CoLA": 11.0, "SST-2": 25.0, "RTE": 64.0}
+PAPER = numbers("mca", "tables 1 and 2")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def _forget():
 
 def work(length, rate, d=768):
     """Of one document padded to 128; rate: r / d of its tokens."""
-    return asdict(Work(length * rate, length, 128.0, length**2, 128.0**2, d))
+    return asdict(ProjectionWork(length * rate, length, 128.0, length**2, 128.0**2, d))
 
 
 def made(task="SST-2", family="BERT", apart=False, rate=0.9):
@@ -59,21 +60,21 @@ def like_paper():
     """Rows whose savings are those that the paper prints."""
     rows = made("CoLA") + made("SST-2") + made("RTE")
     for task, length in LENGTHS.items():
-        for alpha, times in zip(ALPHAS, PAPER_TABLES["BERT"][task].flops, strict=True):
+        for alpha, times in zip(ALPHAS, PAPER["BERT"][task]["flops"], strict=True):
             found = work(length, 128 / times / length)
             rows = changed(rows, lambda row, task=task, alpha=alpha: at(task=task, alpha=alpha)(row), work=found)
     return rows
 
 
 def test_work_is_counted_in_five_ways():
-    found = Work(**work(32.0, 0.5))
+    found = ProjectionWork(**work(32.0, 0.5))
     assert (found.paper, found.padding, found.real) == (8.0, 4.0, 2.0)
     assert found.weighed == pytest.approx((32 * 768 + 32**2) / (16 * 768 + 32**2))
     assert found.paper_weighed == pytest.approx((128 * 768 + 128**2) / (16 * 768 + 128**2))
-    nothing = Work(**work(32.0, 1e-12))
+    nothing = ProjectionWork(**work(32.0, 1e-12))
     assert nothing.paper_weighed == pytest.approx(7.0), "the limit for BERT: 1 + d / n"
     assert nothing.layer == pytest.approx((12 * 768 + 64) / (11 * 768 + 64))
-    both = found + Work(**work(64.0, 1.0))
+    both = found + ProjectionWork(**work(64.0, 1.0))
     assert (both.rate, both.tokens, both.slots, both.features) == (80.0, 96.0, 256.0, 768)
 
 
@@ -84,7 +85,7 @@ def test_savings_are_held_against_the_papers_for_the_same_tasks(alpha):
     # One task that saves far more, two as printed; then all of them half of what is printed.
     assert verdict(NAME, key, changed(rows, at(task="CoLA", alpha=alpha), work=work(11.0, 0.3))) == "same shape"
     for task, length in LENGTHS.items():
-        more = 2 * 128 / length / PAPER_TABLES["BERT"][task].flops[ALPHAS.index(alpha)]
+        more = 2 * 128 / length / PAPER["BERT"][task]["flops"][ALPHAS.index(alpha)]
         rows = changed(rows, at(task=task, alpha=alpha), work=work(length, more))
     assert verdict(NAME, key, rows) == "does not"
     assert verdict(NAME, key, made("SST-2")) == "not run", "one task is no mean of tasks"
@@ -231,7 +232,8 @@ def test_the_paper_scale_names_its_weights_and_wants_its_files(tmp_path):
     }  # fmt: skip
     assert {cell["seed"] for cell in cells if cell["method"] == "shared"} == set(range(128))
     assert {cell["alpha"] for cell in cells if "alpha" in cell} == {0.2, 0.4, 0.6, 1.0}
-    assert set(WEIGHTS["BERT"]) == set(WEIGHTS["DistilBERT"]) == set(TASKS) - {"MNLI-mm"}
+    weights = numbers("mca", "weights")
+    assert set(weights["BERT"]) == set(weights["DistilBERT"]) == set(TASKS) - {"MNLI-mm"}
 
 
 def test_a_model_that_does_not_say_its_task_or_whose_file_is_missing(tmp_path):

@@ -8,7 +8,7 @@ from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.models import Subject
 from sparing.workbench.outputs import digest
 from sparing_lab.studies import mca_longformer, study
-from sparing_lab.studies._mca import Work
+from sparing_lab.studies._mca import ProjectionWork
 from sparing_lab.studies._mca_longformer import compare, micro_f1, visible_keys
 from sparing_lab.studies._mca_longformer import run as run_all
 from sparing_lab.studies.study import Settings
@@ -19,7 +19,7 @@ NAME = "mca-longformer"
 
 
 def work(saved, tokens=1000.0):
-    return asdict(Work(tokens / saved, tokens, tokens, 100.0, 100.0, 16))
+    return asdict(ProjectionWork(tokens / saved, tokens, tokens, 100.0, 100.0, 16))
 
 
 def row(task, alpha, attention, counts, method, **other):

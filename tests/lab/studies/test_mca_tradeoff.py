@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from sparing.store import Store
 from sparing_lab.studies import study
-from sparing_lab.studies._mca import Work, documents_of, model_of, problem
+from sparing_lab.studies._mca import ProjectionWork, documents_of, model_of, problem
 from sparing_lab.studies.mca_tradeoff import ROUNDINGS
 from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
@@ -27,7 +27,7 @@ def _forget():
 
 
 def work(rate, length=25.0):
-    return asdict(Work(length * rate, length, 128.0, length**2, 128.0**2, 768))
+    return asdict(ProjectionWork(length * rate, length, 128.0, length**2, 128.0**2, 768))
 
 
 def made(family="MiniLM", halves=("half",)):

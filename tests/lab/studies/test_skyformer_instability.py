@@ -7,23 +7,21 @@ import torch
 
 from sparing.store import Store
 from sparing_lab.studies._arena import EXACT, KERNELIZED, NYSTROM, SKYFORMER, TASKS, Setup, config_of
-from sparing_lab.studies.run import run
-from sparing_lab.studies.skyformer_instability import (
+from sparing_lab.studies._skyformer_instability import (
     AFTER,
     BEFORE,
     READ,
     REDRAWN,
     RELATIVE,
-    STUDY,
-    TABLE,
     apart,
     moved_by,
     plain_start,
-    ratios,
     redraw,
     scores,
     states,
 )
+from sparing_lab.studies.run import run
+from sparing_lab.studies.skyformer_instability import STUDY, TABLE, ratios
 from sparing_lab.studies.study import Settings
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training

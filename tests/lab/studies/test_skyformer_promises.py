@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from sparing_lab.studies import skyformer_theory, study
+from sparing_lab.studies._skyformer_theory import points
+from sparing_lab.studies.rows import pick, the
 from sparing_lab.studies.skyformer_lift import circle, iterated, kernel_matrix, promise
-from sparing_lab.studies.skyformer_theory import points
-from sparing_lab.studies.study import Settings, pick, the
+from sparing_lab.studies.study import Settings
 from tests.support.verdicts import changed, verdict
 
 NAME = "skyformer-theory"

@@ -6,8 +6,10 @@ import torch
 import sparing
 from sparing.models import Subject
 from sparing_lab.studies import skyformer_spectral, study
-from sparing_lab.studies.skyformer_spectral import BUDGETS, READ, SPECS, initialised, inputs_of, spectral_errors
-from sparing_lab.studies.study import Settings, pick
+from sparing_lab.studies._skyformer_spectral import SPECS, initialised, layer_inputs, spectral_errors
+from sparing_lab.studies.rows import pick
+from sparing_lab.studies.skyformer_spectral import BUDGETS, READ
+from sparing_lab.studies.study import Settings
 from sparing_lab.tasks import wikitext
 from tests.support.verdicts import changed, verdict
 
@@ -96,7 +98,7 @@ def test_values_are_compared_for_the_paper_s_model_alone(rows):
 @pytest.fixture(scope="module")
 def inputs():
     q, k, v = torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
-    return [inputs_of(q, k, v)]
+    return [layer_inputs(q, k, v)]
 
 
 def test_the_spectral_error_is_that_of_each_head(inputs):
@@ -119,7 +121,7 @@ def test_what_has_every_row_is_exact(inputs):
 def test_facts_of_equal_queries_and_keys():
     """All rows equal: the kernel is 1, key factors do not differ, and all keys count."""
     one = torch.ones(1, 1, 20, 8)
-    found = spectral_errors("values", 0, [inputs_of(one, one, one)], 0)
+    found = spectral_errors("values", 0, [layer_inputs(one, one, one)], 0)
     assert found["kernel"] == pytest.approx(1)
     assert found["spread"] == pytest.approx(0)
     assert found["keys"] == pytest.approx(20)

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from sparing_lab.studies.study import Settings, pick
+from sparing_lab.studies.rows import pick
+from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_collision import COSINES, HASHES, PAIRS, STUDY, curves, rates, vectors
 from tests.support.verdicts import changed, verdict
 

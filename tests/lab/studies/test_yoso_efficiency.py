@@ -4,9 +4,8 @@ import torch
 from sparing.workbench.benchmark.workload import Inputs, Work, clustered, sdpa_work, softmax_work
 from sparing_lab.studies import _yoso_race
 from sparing_lab.studies._yoso_race import FUSED, SELF, SPECS, race_at
-from sparing_lab.studies._yoso_table4 import LENGTHS, QUANTITIES, TABLE, ratio
 from sparing_lab.studies.study import Settings
-from sparing_lab.studies.yoso_efficiency import PER_TOKEN, STUDY, YOSO
+from sparing_lab.studies.yoso_efficiency import LENGTHS, PER_TOKEN, QUANTITIES, STUDY, TABLE, YOSO, ratio
 from tests.support.verdicts import changed, verdict
 
 NAME = "yoso-efficiency"

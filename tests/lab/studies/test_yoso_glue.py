@@ -5,7 +5,7 @@ import torch
 
 from sparing_lab.studies._yoso_trained import METHODS, SAMPLED, YOSO
 from sparing_lab.studies.study import Settings
-from sparing_lab.studies.yoso_glue import STUDY, TABLE_2, TASKS, _measure, cases
+from sparing_lab.studies.yoso_glue import STUDY, TABLE_2, TASKS, _measure, tuned_models
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 from tests.support.glue_files import classifier, sentences, write
@@ -92,7 +92,7 @@ def test_nothing_is_said_where_softmax_has_learned_nothing(rows):
 def test_the_papers_scores_are_held_against_its_table(rows):
     bert = [{**row, "model": "bert-base-uncased", "task": "RTE"} for row in rows]
     for name in METHODS:
-        bert = scored(bert, TABLE_2[name][TASKS.index("RTE")] / 100 + 0.01, what="tuned", name=name)
+        bert = scored(bert, TABLE_2[name]["RTE"] / 100 + 0.01, what="tuned", name=name)
     assert verdict(NAME, "values", bert) == "reproduces"
     assert verdict(NAME, "values", scored(bert, 0.67, what="tuned", name="softmax")) == "same shape"
     assert verdict(NAME, "values", scored(bert, 0.60, what="tuned", name="softmax")) == "does not"
@@ -100,7 +100,7 @@ def test_the_papers_scores_are_held_against_its_table(rows):
 
 def test_the_best_of_several_runs_counts(rows):
     worse = [{**row, "curve": curve(0.6)} for row in rows if row["what"] == "tuned"]
-    (case,) = cases([*rows, *worse])
+    (case,) = tuned_models([*rows, *worse])
     assert case.tuned("softmax") == 0.80
     assert case.kept(0.65) == pytest.approx(0.5)
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from sparing.nn import Encoder
-from sparing_lab.studies._yoso_trained import METHODS, YOSO, falling, started
+from sparing_lab.studies._yoso_trained import METHODS, YOSO, frequencies, start, started
 from sparing_lab.studies.study import Settings
-from sparing_lab.studies.yoso_pretraining import HALF, SHARP, STUDY, TRIED, _measure, frequencies, start
+from sparing_lab.studies.yoso_pretraining import HALF, SHARP, STUDY, TRIED, _measure
 from sparing_lab.tasks import language
 from sparing_lab.tasks.trainable import Example, Split, Task
 from sparing_lab.training.config import Config
@@ -105,11 +105,6 @@ def test_nothing_is_said_where_softmax_has_learned_nothing(rows):
         ordered = claim.key.startswith("order")
         assert said["order" if ordered else "masked"] == "not run", claim.key
         assert said["masked" if ordered else "order"] != "not run", claim.key
-
-
-def test_falling_leaves_room_for_noise():
-    assert falling([3.0, 2.0, 2.005], 0.01)
-    assert not falling([3.0, 2.0, 2.02], 0.01)
 
 
 def test_frequencies_are_the_perplexity_of_a_guess():

@@ -1,14 +1,16 @@
-"""How all figures look, and how they become files."""
+"""The look of all figures, what studies draw in them, and how they become files."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # matplotlib is an extra; only `drawn` imports it
 
 #: Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; black stands for exact attention.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#F0E442")
@@ -23,12 +25,12 @@ PAPER: dict[str, Any] = {
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour and marker of the curve of that number: nobody has to tell curves by their colour alone."""
+    """Return colour and marker of the curve of that number, so that curves differ by more than their colour."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
 
 
 def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float] = (5.0, 3.8)) -> Sequence[Any]:
-    """Axes in a grid, row by row; size: of one, in inches."""
+    """Return axes in a grid, row by row; size: of one, in inches."""
     figure.set_size_inches(size[0] * columns, size[1] * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     for each in axes.flat:
@@ -36,14 +38,40 @@ def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float]
     return list(axes.flat)
 
 
+def line(
+    axes: Any, curve: Mapping[Any, float], label: str | None = None, number: int | None = None, **look: Any
+) -> None:
+    """Draw a curve, y by x; number: of its style, which look overrides."""
+    own = {} if number is None else style(number)
+    axes.plot(list(curve), list(curve.values()), label=label, **{**own, **look})
+
+
+def log_ticks(axes: Any, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with a mark at each of these values and nowhere else."""
+    axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+
+
+def level(axes: Any, value: float, **look: Any) -> None:
+    """Draw a thin horizontal line, black unless told otherwise."""
+    axes.axhline(value, **{"color": "black", "linewidth": 0.8, **look})
+
+
+def legends(axes: Sequence[Any], columns: int = 2, below: float = 0.14, **options: Any) -> None:
+    """Put a legend below each of these axes."""
+    for each in axes:
+        each.legend(loc="upper center", bbox_to_anchor=(0.5, -below), ncols=columns, **options)
+
+
 def legend_below(figure: Figure, axes: Sequence[Any], columns: int, **options: Any) -> None:
-    """One legend for all of these axes, each label once."""
+    """Put one legend for all of these axes below the figure, each label once."""
     shown = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, **options)
 
 
 def need_matplotlib(extra: str = "study") -> None:
-    """Raise where it is missing, before anything is measured."""
+    """Raise if matplotlib is missing, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -54,12 +82,12 @@ def need_matplotlib(extra: str = "study") -> None:
 
 def drawn(draw: Callable[[Figure], None], path: Path) -> bytes:
     """Return what `draw` puts into a figure, in the format of the file that it is for."""
+    from matplotlib import figure as matplotlib_figure
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     look: Any = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "svg.hashsalt": path.stem}
     with rc_context(look):
-        figure = Figure(figsize=(6, 4), layout="constrained")
+        figure = matplotlib_figure.Figure(figsize=(6, 4), layout="constrained")
         draw(figure)
         found = io.BytesIO()
         figure.savefig(found, format=path.suffix.lstrip("."), dpi=150)
