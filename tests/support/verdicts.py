@@ -9,6 +9,12 @@ def verdict(name, key, rows):
     return claim.judge(rows).verdict
 
 
+def others(name, rows, wanted="reproduces"):
+    """The claims with another verdict than that, given these rows."""
+    said = {claim.key: claim.judge(rows).verdict for claim in study(name).claims}
+    return {key: verdict for key, verdict in said.items() if verdict != wanted}
+
+
 def changed(rows, where, **new):
     """The rows, with these entries in those that `where` picks."""
     assert any(where(row) for row in rows)

@@ -200,12 +200,12 @@ def _compared(rows: Rows) -> dict[str, list[float]]:
 
 
 baselines = Judge(
-    _compared, at_least(0).mostly("in most settings, taking the mean of all tokens").of("mean")
-    & at_least(0).mostly("in most, leaving tokens out").of("drop"),
-    at_least(0).mostly("in most, leaving tokens out").of("drop"),
+    _compared, at_least(0).mostly("in most settings where they are replaced by the mean of all tokens").of("mean")
+    & at_least(0).mostly("in most where they are left out").of("drop"),
+    at_least(0).mostly("in most where they are left out").of("drop"),
     lambda found: "at least as good as the mean in {} of {} settings, as leaving out in {}".format(
         sum(x >= 0 for x in found["mean"]), len(found["mean"]), sum(x >= 0 for x in found["drop"])),
-    of="what doing without samples loses more, over all scores, alphas and both readings of n",
+    of="loss without sampled tokens less the loss with them, over all scores, alphas and both readings of n",
 )  # fmt: skip
 
 

@@ -103,8 +103,9 @@ class Judge:
     @property
     def criterion(self) -> str:
         """Return what "reproduces" takes, and "same shape" where that can be the answer."""
-        shape = f"; same shape: {self.same_shape.words}" if self.same_shape else ""
-        return (f"{self.of}: " if self.of else "") + self.reproduces.words + shape
+        words = self.reproduces.words
+        shape = "" if self.same_shape is None else self.same_shape.words.removeprefix(f"{words} ")  # said already
+        return (f"{self.of}: " if self.of else "") + words + (f"; same shape: {shape}" if shape else "")
 
 
 def listed(figures: Mapping[Any, Any], form: str, between: str = ", ") -> str:
@@ -166,7 +167,7 @@ def at_least(limit: float, unit: str = "") -> Criterion:
 
 def within(low: float, high: float) -> Criterion:
     """Require every figure to lie in a range, ends included."""
-    return each(f"{low:g} to {high:g}", lambda value: low <= value <= high)
+    return each(f"{low:.3g} to {high:.3g}", lambda value: low <= value <= high)
 
 
 def near(paper: Mapping[Any, float] | float, share: float) -> Criterion:

@@ -90,7 +90,7 @@ def _keeps(sides: Sequence[str], against: str) -> Judge:
     return Judge(
         _against(against, *sides), _KEEPS.of("leads"), _KEEPS.once().of("leads"), lambda found: (
             f"{_means(found, [*sides, against])} (noise {found['noise']:.1f}); {', '.join(found['tasks'])}"),
-        of=f"mean over the tasks that are learned; noise: two standard errors, at least {NOISE:g} points",
+        of=f"mean over the tasks that are learned (noise: two standard errors, at least {NOISE:g} points)",
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ STUDY = Study(
             shows=lambda row: " > ".join(f"v{index + 1}" for index in row["by_norm"]))),
         Claim("unbounded", "section 3", "the error of the largest weight grows without bound with v3", "to infinity",
               judge=Judge(_growing, rises().of("oblivious") & exponent(1.9, 2.1).of("end", "of the length, in the end"),
-                          rises().of("oblivious"), _grown)),
+                          rises().of("oblivious"), _grown, of="error over the length of v3")),
         Claim("skew", "section 3", "the higher the degree, the less values matter: the largest weight passes 1/2",
               "degree 0: only lengths count; high degrees: only weights do", judge=Judge(
                   _powers, _RISES & Criterion("is at least 1/2 on average at the highest degree",

@@ -97,7 +97,7 @@ def _powers(sides: Sequence[str], quantities: Sequence[str], whole: Criterion, s
         return listed(by, "{key} {value}", "; ")
 
     return Judge(lambda rows: _known({(side, name): _power(rows, side, name) for side in sides for name in quantities}),
-                 whole, shape, shows, of="exponents over the length")  # fmt: skip
+                 whole, shape, shows, of=f"exponents over the length ({', '.join(quantities)})")  # fmt: skip
 
 
 def _paper_powers(sides: Sequence[str], quantities: Sequence[str]) -> str:
@@ -130,7 +130,8 @@ def _as_much(quantities: Sequence[str]) -> Judge:
     return Judge(
         lambda rows: {length: _gains(rows, length, quantities) for length in (512, 4096)},
         Criterion(f"at least {NEAR} of the paper's", enough), Criterion("above 1, and more than at 512", grows),
-        lambda found: _listed(found[4096], quantities), of="self-attention with its matrix / YOSO",
+        lambda found: _listed(found[4096], quantities),
+        of="self-attention with its matrix / YOSO at 4096 tokens, for every number of hashes",
     )  # fmt: skip
 
 

@@ -95,6 +95,12 @@ def test_a_judge_states_its_criterion():
     assert judge(of="error, every length").criterion == "error, every length: below 1; same shape: below 2"
 
 
+def test_what_the_criterion_said_already_is_not_said_again():
+    counted = Judge(lambda rows: rows, below(1), below(1).once("in one model"))
+    assert counted.criterion == "below 1; same shape: in one model"
+    assert Judge(lambda rows: rows, at_most(2), at_most(20)).criterion == "at most 2; same shape: at most 20"
+
+
 def test_what_is_missing_is_not_judged():
     def refuse(rows):
         raise NotRun("needs two tasks")

@@ -4,7 +4,7 @@ from sparing_lab.studies._arena import EXACT, KERNELIZED, NYSTROM, SKYFORMER, TA
 from sparing_lab.studies.skyformer_convergence import SIDES, STUDY, reached
 from sparing_lab.studies.study import Settings
 from sparing_lab.training.config import Config
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, others, verdict
 
 NAME = "skyformer-convergence"
 SECONDS = {EXACT: 4.0, KERNELIZED: 4.0, SKYFORMER: 1.0, NYSTROM: 1.0}  #: of a hundred steps
@@ -37,9 +37,8 @@ def of(side, *tasks):
     return lambda row: row["side"] == side and row["task"] in (tasks or TASKS)
 
 
-@pytest.mark.parametrize("key", [claim.key for claim in STUDY.claims])
-def test_what_the_paper_says_meets_the_criteria(key):
-    assert verdict(NAME, key, told()) == "reproduces"
+def test_what_the_paper_says_meets_the_criteria():
+    assert others(NAME, told()) == {}
 
 
 @pytest.mark.parametrize(

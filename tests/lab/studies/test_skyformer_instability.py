@@ -26,7 +26,7 @@ from sparing_lab.studies.study import Settings
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 from sparing_lab.training.objectives import inputs_of
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, others, verdict
 
 NAME = "skyformer-instability"
 
@@ -44,9 +44,8 @@ def table(seeds=(0.99, 1.0, 1.01)):
     return found
 
 
-@pytest.mark.parametrize("key", [claim.key for claim in STUDY.claims])
-def test_the_papers_own_table_meets_the_criteria(key):
-    assert verdict(NAME, key, table()) == "reproduces"
+def test_the_papers_own_table_meets_the_criteria():
+    assert others(NAME, table()) == {}
 
 
 def test_tables_fit_the_page():

@@ -6,7 +6,7 @@ from sparing_lab.studies import _yoso_race
 from sparing_lab.studies._yoso_race import FUSED, SELF, SPECS, race_at
 from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_efficiency import LENGTHS, PER_TOKEN, QUANTITIES, STUDY, TABLE, YOSO, ratio
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, others, verdict
 
 NAME = "yoso-efficiency"
 CLAIMS = [claim.key for claim in STUDY.claims]
@@ -44,9 +44,8 @@ def scaled(rows, sides, factor, *quantities, length=None):
     return found
 
 
-@pytest.mark.parametrize("key", CLAIMS)
-def test_the_papers_own_table_meets_the_criteria(key):
-    assert verdict(NAME, key, table4()) == "reproduces"
+def test_the_papers_own_table_meets_the_criteria():
+    assert others(NAME, table4()) == {}
 
 
 @pytest.mark.parametrize(

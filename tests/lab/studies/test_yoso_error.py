@@ -32,16 +32,17 @@ def test_a_flat_error_is_flat(rows):
     assert verdict(NAME, "minilm", named) == "not run"
 
 
-@pytest.mark.parametrize(("power", "said"), [(0.1, "same shape"), (0.3, "does not"), (-0.1, "same shape")])
 @pytest.mark.parametrize(
-    ("key", "data", "norm"),
+    ("key", "data", "norm", "power", "said"),
     [
-        ("minilm", "minilm", "L-infinity"),
-        ("minilm-l2", "minilm", "L2"),
-        ("smollm2", "smollm2", "L-infinity"),
-        ("smollm2-l2", "smollm2", "L2"),
-        ("independent", "independent", "L2"),
-        ("paper", "hub/model", "L-infinity"),
+        ("minilm", "minilm", "L-infinity", 0.3, "does not"),
+        ("minilm", "minilm", "L-infinity", 0.1, "same shape"),
+        ("minilm", "minilm", "L-infinity", -0.1, "same shape"),
+        ("minilm-l2", "minilm", "L2", 0.3, "does not"),
+        ("smollm2", "smollm2", "L-infinity", 0.3, "does not"),
+        ("smollm2-l2", "smollm2", "L2", 0.3, "does not"),
+        ("independent", "independent", "L2", 0.3, "does not"),
+        ("paper", "hub/model", "L-infinity", 0.3, "does not"),
     ],
 )
 def test_an_error_that_grows_with_the_length_is_not(rows, key, data, norm, power, said):
