@@ -278,6 +278,10 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
     if unclear(built, case) or _vanishes(built) or bool(_cancels(built).any()):
         return
     x = built.wide()
+    if built.method.name == "random_features":  # exponents hold |q|^2 and |k|^2: beyond this, rounding decides them
+        longest = max(float(t.square().sum(-1).amax()) for t in (x.q, x.k))
+        if torch.finfo(door_truth.compute_type(out.dtype)).eps * abs(built.scale) * longest > 1:
+            return
     q, k, v = x.q.abs().amax(), x.k.abs().amax(), built.values(x).norm(dim=-1).amax()
     v = torch.maximum(v, out.detach().double().norm(dim=-1).amax())  # rows of yoso have length 1, whatever the values
     root = max(abs(built.scale) ** 0.5, float(built.method.name in ("kernel", "yoso")))  # some take no scale
