@@ -171,15 +171,22 @@ def test_a_run_leaves_the_settings_that_it_reads(here, capsys):
     assert "goes on from step 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"folder=run/last\.pt would overwrite run/last\.pt, which data reads"):
         Training(Config(**{**small, "data": "run/last.pt"}), "run")
+    for name in ("result.json", "log.csv", "curve.png", "config.json"):  # data that only a config names
+        (here / "other").mkdir(exist_ok=True)
+        (here / "other" / name).symlink_to(here / "mine.txt")
+        with pytest.raises(ValueError, match=rf"folder=other/{name} would overwrite"):
+            Training(Config(**{**small, "data": "mine.txt"}), "other")
+        (here / "other" / name).unlink()
 
 
 # Locales
 
 
-ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0"}
 
 
-def test_a_locale_that_is_not_utf8_loses_nothing(here):
+@pytest.mark.parametrize("more", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONCOERCECLOCALE": "0"}], ids=["strict", "C"])
+def test_a_locale_that_is_not_utf8_loses_nothing(here, more):
     """Texts, a name of a file and the terminal's own limits, through compare, report, show and methods."""
     (here / "Büro 東京.txt").write_text("\n".join(f"{text} ü 東" for text in TEXTS * 3), encoding="utf-8")
     sparing.Recipe({"*": "window(size=8)"}, about={"who": "Zoë 東"}).save(here / "recipe.json")
@@ -194,7 +201,7 @@ def test_a_locale_that_is_not_utf8_loses_nothing(here):
     )
     found = subprocess.run(
         [sys.executable, "-c", script, json.dumps(commands)], capture_output=True, check=False,
-        env=environment(**ASCII),
+        env=environment(**ASCII, **more),
     )  # fmt: skip
     assert found.returncode == 0, found.stderr.decode()
     assert b"Traceback" not in found.stderr

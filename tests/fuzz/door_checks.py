@@ -76,17 +76,20 @@ def _cancels(built: Built) -> Tensor:
 
 
 def _most_rows(built: Built, out: Tensor, wanted: Tensor, what: str, case: dict[str, Any]) -> None:
-    """Half of the rows agree with float64, although rounding may choose other keys in some of them."""
+    """Half of the rows of each head agree with float64, although rounding may choose other keys in some of them."""
     shared = built.method.name == "monte_carlo"  # one count that falls to the other side changes all rows
     if shared or case["d"] < 8 or not bool(built.sees.any()) or unclear(built, {**case, "dtype": "float32"}):
         return
     size = size_of(built, wanted)
     allowed = 1e-5 * size + door_truth.rounding(out.dtype, size)
-    error = (out.double() - wanted).abs().amax(-1)[built.sees].median()
-    assert bool(error <= allowed), f"{what}, half of the rows: error {error:.3g} > {allowed:.3g}"
+    rows = (out.double() - wanted).abs().amax(-1).masked_fill(~built.sees, torch.nan)
+    error = rows.nanmedian(-1).values.nan_to_num(0.0).amax()  # of the worst head
+    assert bool(error <= allowed), f"{what}, half of the rows of a head: error {error:.3g} > {allowed:.3g}"
 
 
 def _dense(built: Built, out: Tensor, what: str, floor: float = 16.0) -> None:
+    if out.dtype == torch.float64:  # plain sums over all keys, 1e-12 at 10,000 of them
+        floor += built.x.k.shape[2]
     exact = door_truth.softmax(built, floor)
     fits = exact.output.abs() < 0.9 * torch.finfo(out.dtype).max  # projected values may be beyond float16
     assert bool(out[fits].isfinite().all()), f"{what}: not finite for finite inputs"

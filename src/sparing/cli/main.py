@@ -90,7 +90,8 @@ def _replacing(stream: Any) -> Iterator[None]:
         yield
         return
     before = stream.errors
-    stream.reconfigure(errors="replace" if before == "strict" else before)
+    # In the C locale Python's own choice is "surrogateescape", which fails at every letter that is not ASCII.
+    stream.reconfigure(errors="replace" if before in ("strict", "surrogateescape") else before)
     try:
         yield
     finally:

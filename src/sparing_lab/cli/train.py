@@ -111,9 +111,8 @@ def _refuse_other_settings(options: argparse.Namespace, settings: Mapping[str, A
 
 def _files(options: argparse.Namespace) -> list[str]:
     """Return what is written into the folder: not the settings, where these are read from there."""
-    from sparing_lab.report.train import FILES
-    from sparing_lab.training.checkpoint import FILES as OF_TRAINING
+    from sparing_lab.training.checkpoint import FILES, REPORTS
 
     own, given = Path(options.out) / "config.json", options.config
     same = given is not None and own.exists() and Path(given).exists() and own.samefile(given)
-    return [*OF_TRAINING, *FILES, *([] if same else ["config.json"])]
+    return [*FILES, *REPORTS, *([] if same else ["config.json"])]

@@ -18,11 +18,11 @@ from sparing.store import add_checksum, write_files
 from sparing.workbench.machine import machine
 from sparing_lab.figure import drawn, panels, style
 from sparing_lab.tasks.kinds import KINDS
+from sparing_lab.training.checkpoint import REPORTS
 from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Trained, Training
 
 FORMAT = 1  #: of result.json
-FILES = ("result.json", "log.csv", "curve.png")
 
 
 def tasks_table() -> Table:
@@ -111,7 +111,7 @@ def write(found: Trained, folder: Path) -> list[Path]:
         "beats_chance": found.beats_chance, "best": found.best, "seconds": found.seconds,
         "records": list(found.records), "times": list(found.times), "losses": list(found.losses), "machine": machine(),
     }  # fmt: skip
-    result, log, curve = (folder / name for name in FILES)
+    result, log, curve = (folder / name for name in REPORTS)
     write_files({
         result: json.dumps(held, indent=1) + "\n",
         log: _log(found.losses, found.records, found.times),

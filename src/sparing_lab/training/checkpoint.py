@@ -15,6 +15,7 @@ from sparing_lab.training.config import Config, differences
 FORMAT = 1
 #: What training writes into a run's folder; `model` is that of a pretrained one, as transformers loads it.
 FILES = ("best.pt", "last.pt", "model", "model.new", "model.old")
+REPORTS = ("result.json", "log.csv", "curve.png")  #: that the command writes beside them
 _ALWAYS = {"config", "fingerprint", "examples", "model", "step", "records", "task"}
 _TO_GO_ON = {"optimizer", "losses", "times", "seconds", "scaler"}
 _OUT = "delete it to start anew, or name another folder with --out"

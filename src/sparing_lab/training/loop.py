@@ -96,7 +96,7 @@ class Training:
             read = {"data": config.data, "pretrained": config.pretrained}
             refuse_overwriting(
                 [(name, Path(path)) for name, path in read.items() if path is not None],
-                [("folder", self.folder / name) for name in checkpoint.FILES],
+                [("folder", self.folder / name) for name in (*checkpoint.FILES, *checkpoint.REPORTS, "config.json")],
                 [("folder", self.folder)],
             )
         self.tell = tell or (lambda text, done, steps: None)
