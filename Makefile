@@ -40,7 +40,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	@$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 # torch goes first and pinned: everything else must agree with it. The models' packages ask for more than their weights.
 $(READY): pyproject.toml constraints.txt
