@@ -75,9 +75,15 @@ std::tuple<Tensor, Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, std::optio
       STD_TORCH_CHECK(place->dim() == 2, "place must have 2 axes");
       call.places = place->size(1);
       call.place = packed<int64_t>("place", *place, {b, call.places});
-      for (int64_t i = 0; i < b; ++i)
-        for (int64_t j = 0; j < n; ++j)
-          STD_TORCH_CHECK(call.own[i * n + j] < call.places, "place does not reach up to own");
+      for (int64_t i = 0; i < b; ++i) {
+        int64_t last = -1;  // ranks after it may hold anything: they are not read
+        for (int64_t j = 0; j < n; ++j) last = last > call.own[i * n + j] ? last : call.own[i * n + j];
+        STD_TORCH_CHECK(last < call.places, "place does not reach up to own");
+        for (int64_t rank = 0; rank <= last; ++rank) {
+          const int64_t at = call.place[i * call.places + rank];
+          STD_TORCH_CHECK(at >= 0 && at < call.keys, "place holds a position that k does not have");
+        }
+      }
     }
     Tensor out = fresh({b, h, n, call.width}, type_of<T>()), notes = fresh({4, b, h, n}, type_of<T>());
     Tensor within = fresh({}, ScalarType::Bool);
