@@ -16,7 +16,7 @@ def once_differentiable(backward: Backward) -> Backward:
     """A backward pass whose results raise where somebody differentiates them.
 
     torch's decorator of this name raises only where `backward()` walks all of the graph: `torch.autograd.grad` with
-    given inputs finds no path to them, and takes the second derivative for zero. It has to hang on saved tensors.
+    given inputs finds no path to them, and takes the second derivative for zero. It has to depend on saved tensors.
     """
 
     @wraps(backward)

@@ -45,7 +45,7 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens: what a model makes of them hangs on nothing else."""
+        """Of the tokens: what a model makes of them depends on nothing else."""
         beside = [part for part in (self.pairs, self.types) if part is not None]
         return " with ".join(fingerprint(part) for part in (self.rows, *beside))
 

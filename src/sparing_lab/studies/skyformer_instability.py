@@ -216,7 +216,8 @@ def _draw(rows: Rows, figure: Figure) -> None:
 
 _WHERE = "appendix F, Table 1"
 STUDY = Study(
-    name="skyformer-instability", title="How much states move for a small step of the weights, and what that hangs on",
+    name="skyformer-instability",
+    title="How much states move for a small step of the weights, and what that depends on",
     paper="skyformer", where=_WHERE, cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("data", "seeds"),
     claims=(

@@ -13,7 +13,7 @@ from torch import Tensor
 class Batches:
     """Batches of example numbers, epoch after epoch; each epoch has every example once, but for an incomplete batch.
 
-    A batch hangs on the seed and its step alone, so that training that was stopped goes on with the next one, and
+    A batch depends on the seed and its step alone, so that training that was stopped goes on with the next one, and
     processes that share a batch need not tell each other.
 
     lengths: of the examples. Examples of like length go together, so that little is padding: each run of `window`

@@ -112,7 +112,7 @@ class Config:
         return hashlib.sha256(json.dumps(self.steps_taken(), sort_keys=True).encode()).hexdigest()[:16]
 
     def steps_taken(self) -> dict[str, Any]:
-        """What they hang on."""
+        """Return the settings that change which steps are taken."""
         return {name: value for name, value in asdict(self).items() if name != "evaluate"}
 
     def load(self) -> Task:

@@ -206,7 +206,7 @@ class Training:
         return value
 
     def _seed(self) -> None:
-        """Random numbers hang on the step, not on how often this run was stopped; all processes draw the same ones."""
+        """Seed by the step, not by how often this run was stopped; all processes draw the same numbers."""
         torch.manual_seed(Random(f"step {self.config.seed} {self.step}").getrandbits(63))
 
     def _gradients(self, parts: Sequence[Inputs]) -> float:
