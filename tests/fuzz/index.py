@@ -261,7 +261,8 @@ class Run:
                 if self.dtype not in BASE:
                     allowed = allowed + 2 * torch.finfo(self.dtype).eps * size
                 strict = [not loose for loose in b.loose]
-                pieces = [(wanted[:, :, start:end], "prefill", strict)]
+                clear = self._no_near_ties(q, k, keep, start, end)
+                pieces = [(wanted[:, :, start:end].where(clear, found), "prefill", strict)]
                 pieces += [(shadow.to(self.wide), "the same steps in one mode", [True] * len(b.loose))]
                 if ordinary and self._dense(end, keep):
                     pieces += [(exact[:, :, start:end], "softmax", [True] * len(b.loose))]
@@ -283,6 +284,22 @@ class Run:
                 f"allowed {float(allowed.expand_as(found).flatten()[at]):.2e}"
             )
 
+    def _no_near_ties(self, q: Tensor, k: Tensor, keep: Tensor, start: int, end: int) -> Tensor:
+        """(B, H, rows, 1): whether rounding cannot decide which is the last of the keys that `top_keys` takes."""
+        count = self.method.keys if self.method.name == "top_keys" else end
+        if count >= end:
+            return torch.ones((), dtype=torch.bool)
+        scores = self._logits(q, k, keep)[:, :, start:end]
+        last = scores.nan_to_num(0.0, neginf=-torch.inf).topk(count + 1, dim=-1).values[..., -2:]
+        size = scores.masked_fill(~scores.isfinite(), 0.0).abs().amax(-1)
+        return ~((last[..., 0] - last[..., 1]) <= 8 * torch.finfo(self.wide).eps * size).unsqueeze(-1)
+
+    def _logits(self, q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
+        """(B, H, n, n) in float64; -inf for keys that a query does not see."""
+        q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() & keep[:, None, None, :]
+        return (q @ k.mT * self.scale).masked_fill(~seen, -torch.inf)
+
     def _dense(self, end: int, keep: Tensor) -> bool:
         """Whether the rows before `end` are those of softmax attention: the budget holds all keys."""
         m: Any = self.method
@@ -294,12 +311,9 @@ class Run:
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, bool]:
         """Causal attention in float64, and whether all entries are ordinary numbers."""
-        q, k, v = (x.double() for x in (q, k, v))
         ordinary = all(bool((x.abs() < LARGE).all()) for x in (q, k, v))
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        n = q.shape[2]
-        seen = torch.ones(n, n, dtype=torch.bool).tril() & keep[:, None, None, :]
-        return (q @ k.mT * self.scale).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0) @ v, ordinary
+        values = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return self._logits(q, k, keep).softmax(-1).nan_to_num(0.0) @ values, ordinary
 
     def _sizes(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
         """The largest value of each column, at least 1, and the largest logit whose rounding others feel.

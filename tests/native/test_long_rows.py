@@ -119,12 +119,15 @@ def test_long_rows_err_no_more_than_the_specification(case, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wide_windows(kind):
-    """A window over all keys is plain attention, which a few of its rows are held to."""
-    n, rows = 10_000, slice(5_000, 5_000 + FEW)
+@pytest.mark.parametrize(
+    ("spec", "first"), [("window(size=40000)", 5_000), (f"window(size=2, global_tokens={FEW})", 0)]
+)
+def test_windows_and_global_tokens_that_see_all_keys(spec, first, kind):
+    """Their rows are plain attention, which a few of them are held to."""
+    n, rows = 10_000, slice(first, first + FEW)
 
     def windowed(q, k, v):
-        return sparing.attention(q, k, v, method=f"window(size={4 * n})", impl="native")[:, :, rows]
+        return sparing.attention(q, k, v, method=spec, impl="native")[:, :, rows]
 
     def dense(q, k, v):
         return (q[:, :, rows] @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v

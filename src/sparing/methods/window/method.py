@@ -16,6 +16,7 @@ from sparing.maths import blocks, dense
 from sparing.maths.packing import place_of_rank
 from sparing.methods.multipole.native import near_step
 from sparing.methods.window.native import window
+from sparing.native.attend import attend
 
 _SCORES = 2**22  # logits that are held at once
 
@@ -88,7 +89,9 @@ class Window(Method):
             near = blocks.merge(near, _first_keys(q, k, v, call, shared, left, right))
         out, lse = near.finish()
         if self.global_tokens:
-            out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
+            position, _ = _first_tokens(call, min(self.global_tokens, n), q.device)
+            rows = _global_rows(_pick(q, position), k, v, call, position)
+            out, lse = _replace_global_rows(out, lse, rows, call)
         call.note(lse=lse)
         return out
 
@@ -101,7 +104,13 @@ class Window(Method):
             shared = position.masked_fill(~exists, -1).expand(q.shape[0], -1)
         out, lse = window(q, k, v, call.mask.keep, shared, left, right, call.mask.causal, call.scale)
         if self.global_tokens:
-            out, lse = _replace_global_rows(out, lse, q, k, v, call, min(self.global_tokens, n))
+            position, _ = _first_tokens(call, min(self.global_tokens, n), q.device)
+            first = _pick(q, position)
+            if call.mask.causal:  # they see one another, and no more
+                rows = _global_rows(first, k, v, call, position)
+            else:
+                rows = attend(first, k, v, call.mask.keep, None, call.scale)
+            out, lse = _replace_global_rows(out, lse, rows, call)
         call.note(lse=lse)
         return out
 
@@ -216,21 +225,23 @@ def _first_keys(q: Tensor, k: Tensor, v: Tensor, call: Call, shared: int, left: 
     return blocks.part(scores.masked_fill(~allowed[:, None], -torch.inf), _pick(v, position))
 
 
-def _replace_global_rows(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The queries of global tokens see everything that padding and causality allow."""
-    n = q.shape[-2]
-    position, _ = _first_tokens(call, rows, q.device)
-    scores = _pick(q, position) @ k.mT * call.scale  # (B, H, rows, n)
+def _global_rows(first: Tensor, k: Tensor, v: Tensor, call: Call, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of global tokens at (B or 1, m) positions; first: their queries (B, H, m, d)."""
+    scores = first @ k.mT * call.scale  # (B, H, m, n)
     if call.mask.keep is not None:
         scores = scores.masked_fill(~call.mask.keep[:, None, None, :], -torch.inf)
     if call.mask.causal:
-        future = torch.arange(n, device=q.device) > position[..., None]
+        future = torch.arange(k.shape[-2], device=k.device) > position[..., None]
         scores = scores.masked_fill(future[:, None], -torch.inf)
-    full, full_lse = blocks.part(scores, v).finish()
-    ranks, _ = call.mask.key_ranks(n, q.device)
-    own = (ranks < rows) if call.mask.keep is None else (ranks < rows) & call.mask.keep
-    row = ranks.clamp_max(rows - 1)  # (B or 1, n): which of the full rows a token would take
+    return blocks.part(scores, v).finish()
+
+
+def _replace_global_rows(out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
+    """Put the rows of global tokens, (B, H, m, e) and (B, H, m), in their places."""
+    full, full_lse = rows
+    count = full.shape[2]
+    ranks, _ = call.mask.key_ranks(out.shape[2], out.device)
+    own = (ranks < count) if call.mask.keep is None else (ranks < count) & call.mask.keep
+    row = ranks.clamp_max(count - 1)  # (B or 1, n): which of the full rows a token would take
     full_lse = full_lse.gather(2, row[:, None].expand(*lse.shape))
     return torch.where(own[:, None, :, None], _pick(full, row), out), torch.where(own[:, None], full_lse, lse)
