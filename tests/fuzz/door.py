@@ -12,10 +12,15 @@ from torch import Tensor
 from sparing import Unsupported
 from tests.fuzz import door_draw, door_invalid
 from tests.fuzz.cases import Refused
-from tests.fuzz.door_checks import CHECKS
+from tests.fuzz.door_accuracy import full, gradient, inspect, packed, truth
 from tests.fuzz.door_inputs import Built, build
+from tests.fuzz.door_invariance import again, future, mates, nan, padding, query_mask
 
 NAME = "door"
+CHECKS = {
+    check.__name__: check
+    for check in (truth, full, again, padding, future, mates, gradient, query_mask, nan, inspect, packed)
+}  #: each raises AssertionError with what was observed and what is allowed
 
 COSTS = {"truth": 3, "full": 2, "gradient": 3, "nan": 2, "inspect": 2}  #: library calls of a check; else 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,6 @@ from tests.fuzz import door_truth
 from tests.fuzz.door_inputs import Built
 from tests.support.inputs import Inputs
 
-#: Methods that choose keys or count samples by comparing numbers: near ties may fall to either side in float32.
-CHOOSING = ("multipole", "top_keys", "value_aware", "sampled", "monte_carlo")
-ALIKE = ("constant", "duplicates", "zeros", "one_hot", "integers")  #: contents on which such numbers are equal
 FLOOR = {torch.float32: 2e-6, torch.float64: 1e-9}  #: docs/kernels.md; the tolerance of "fast equals reference"
 
 
@@ -70,25 +66,3 @@ def largest_logit(built: Built) -> float:
     """Return a bound on the size of |scale q.k|."""
     x = built.wide()
     return float((x.q.norm(dim=-1).amax() * x.k.norm(dim=-1).amax()) * abs(built.scale)) if x.q.numel() else 0.0
-
-
-def unclear(built: Built, case: dict[str, Any]) -> bool:
-    """Whether the numbers that a method compares are equal, or lost in those of the others.
-
-    For any method, rounding decides where one rounding of a logit counts, and between keys that are alike sooner.
-    """
-    alike, largest = [name for name in "qkv" if case[name][0] in ALIKE], largest_logit(built)
-    x, by_row = built.wide(), getattr(built.method, "normalize", "") == "row"
-    gaussian = getattr(built.method, "kind", "") == "gaussian" and not by_row
-    if x.q.numel() and (gaussian or built.method.name == "skyformer"):
-        longest = max(float(x.q.square().sum(-1).amax()), float(x.k.square().sum(-1).amax()))
-        if torch.finfo(torch.float64).eps * abs(built.scale) * longest > 1e-6:
-            return True  # |q|^2 and |k|^2 do not cancel, and products round away what is left of a distance
-    if built.method.name not in CHOOSING:
-        eps = torch.finfo(door_truth.compute_type(built.x.q.dtype)).eps
-        return eps * largest > (1e-2 if "k" in alike else 1.0)
-    if case["dtype"] in ("float16", "bfloat16"):  # few digits: many logits are equal
-        return True
-    if case["layout"] == "expanded" or alike:
-        return True
-    return not 1e-4 < largest < 1e4 or any(not 1e-6 < case[name][1] < 1e6 for name in "qkv")

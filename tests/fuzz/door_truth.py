@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import sparing
+from sparing.methods.exact import Exact
 from tests.fuzz.door_inputs import Built
 
 
@@ -18,6 +20,11 @@ class Truth(NamedTuple):
     lse: Tensor  # (B, H, n_q)
     allowed: Tensor  # (B, H, n_q, e)
     lse_allowed: Tensor
+
+
+def is_softmax(method: sparing.Method) -> bool:
+    """Whether a method computes softmax attention itself."""
+    return isinstance(method, Exact) or str(method) in ("kernel", "kernel(kind='exp')")
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:

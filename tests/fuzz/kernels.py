@@ -19,7 +19,7 @@ import sparing
 from sparing import native
 from tests.fuzz.cases import Refused
 from tests.fuzz.door_inputs import build
-from tests.support.check_tools import gradients, tracked
+from tests.support.common_checks.tools import gradients, tracked
 
 NAME = "kernels"
 

@@ -14,7 +14,7 @@ import sparing
 from sparing import native
 from sparing.contract import _REGISTRY
 from tests.fuzz import cases, door, kernels
-from tests.support import broken_methods as broken
+from tests.support.broken_methods import Broken, calls, gradients, masks, numbers
 from tests.support.kernel_checks import needs_kernels
 
 FOUND = sorted(cases.CORPUS.glob("*.json"))
@@ -59,7 +59,7 @@ def moderate(monkeypatch):
     monkeypatch.setattr(door.door_draw, "WIDTHS", (1, 3, 8))
 
 
-class ScaleDropped(broken.Broken):
+class ScaleDropped(Broken):
     name = "_scale_dropped"
 
     def reference(self, q, k, v, call):
@@ -67,18 +67,18 @@ class ScaleDropped(broken.Broken):
 
 
 CONTROLS = [
-    (broken.MaskDropped, "exact|float64|hidden"),
+    (masks.MaskDropped, "exact|float64|hidden"),
     (ScaleDropped, "exact|float64"),
-    (broken.LastTokensDropped, "exact|float64"),
-    (broken.FutureThroughLandmarks, "future"),
-    (broken.ZeroKeyInsteadOfZeroFeature, "tokens alone"),
-    (broken.SixteenBitsInside, "exact|float64"),
-    (broken.DetachedKeys, "gradient of key|gradient of query"),
-    (broken.NanRows, "nothing to see|disagree"),
-    (broken.GlobalGenerator, "exact|float64|same seed|generator"),
-    (broken.BatchWideClamp, "exact|float64|batch-mates"),
-    (broken.PaddedQueriesInMaximum, "exact|float64|hidden keys|masked queries"),
-    (broken.WrongLse, "log-sum-exp"),
+    (numbers.LastTokensDropped, "exact|float64"),
+    (masks.FutureThroughLandmarks, "future"),
+    (masks.ZeroKeyInsteadOfZeroFeature, "tokens alone"),
+    (numbers.SixteenBitsInside, "exact|float64"),
+    (gradients.DetachedKeys, "gradient of key|gradient of query"),
+    (numbers.NanRows, "nothing to see|disagree"),
+    (calls.GlobalGenerator, "exact|float64|same seed|generator"),
+    (calls.BatchWideClamp, "exact|float64|batch-mates"),
+    (masks.PaddedQueriesInMaximum, "exact|float64|hidden keys|masked queries"),
+    (masks.WrongLse, "log-sum-exp"),
 ]
 
 
@@ -97,13 +97,13 @@ def test_a_broken_method_is_found_within_some_hundred_cases(method, words, moder
 
 
 def test_the_unbroken_method_is_not(moderate, monkeypatch):
-    only(broken.Broken, monkeypatch)
+    only(Broken, monkeypatch)
     with native.switched_off():
         assert find(door, 60) is None
 
 
 def test_a_finding_is_shrunk_and_keeps_its_kind(moderate, monkeypatch):
-    only(broken.LastTokensDropped, monkeypatch)
+    only(numbers.LastTokensDropped, monkeypatch)
     with native.switched_off():
         case, message = find(door, 400)
         small, still = cases.shrunk(door, case, message)

@@ -7,55 +7,55 @@ import pytest
 from sparing import native
 from sparing.contract import _REGISTRY
 from sparing.methods.nystrom.method import Nystrom
-from tests.support import broken_methods as broken
+from tests.support.broken_methods import Broken, calls, gradients, masks, numbers
 from tests.support.common_checks import CHECKS
 from tests.support.method_table import Row
 
 CONTROLS = [
-    (broken.FutureThroughLandmarks(landmarks=4), "causal leak"),
-    (broken.KeyShiftWithEpsilon(features=32), "causal leak"),
-    (broken.MaskDropped(), "padded equals packed"),
-    (broken.MaskDropped(), "mask formats"),
-    (broken.ZeroKeyInsteadOfZeroFeature(features=32), "padded equals packed"),
-    (broken.PaddingInLandmarks(landmarks=4), "padded equals packed"),
-    (broken.FutureThroughLandmarks(landmarks=4), "separate rows"),
-    (broken.BatchWideNorm(landmarks=8), "batch invariance"),
-    (broken.SlotKeyedDraws(features=32), "batch invariance"),
-    (broken.LastTokensDropped(), "exact at full budget"),
-    (broken.LastTokensDropped(), "permutation"),
-    (broken.TemperatureTwice(), "exact at full budget"),
-    (broken.PaddedCount(), "padded equals packed"),
-    (broken.GlobalGenerator(), "seed"),
-    (broken.ChangesItsInput(), "strides"),
-    (broken.DetachedKeys(), "gradient"),
-    (broken.NanRows(), "finite"),
-    (broken.WrongLse(), "lse merge"),
-    (broken.MeanOfValues(), "beats the mean"),
-    (broken.MeanOfValues(), "exact at full budget"),
-    (broken.OtherFastPath(), "fast equals reference"),
-    (broken.LooksAtTheDiagonal(), "permutation"),
-    (broken.HalfPrecision(), "exact at full budget"),
-    (broken.ClaimsTooLittle(), "capabilities"),
-    (broken.BudgetIgnored(), "budget"),
-    (broken.KeyedByQueryHead(features=32), "gqa equals repeat"),
-    (broken.GradientToPaddedQueries(), "gradient stays out"),
-    (broken.GradientOfEmptyRows(), "gradient stays out"),
-    (broken.SilentSecondDerivative(), "second derivative"),
-    (broken.LosesTangents(), "forward mode"),
-    (broken.SavedTensorsReadTwice(), "checkpointing"),
-    (broken.FutureGradient(), "causal leak"),
-    (broken.DetachedKeys(), "gradient at full budget"),
-    (broken.ReachesNothing(), "nan stays"),
-    (broken.PaddedQueriesInMaximum(), "padding invariance"),
-    (broken.QueryMaskIgnored(landmarks=4), "query mask"),
-    (broken.SixteenBitsInside(), "precision"),
-    (broken.FloatInside(), "precision"),
-    (broken.HidesBeforeScaling(), "range"),
-    (broken.FlatCost(), "spec and cost"),
-    (broken.UndocumentedField(), "spec and cost"),
-    (broken.ThreadCount(), "threads"),
-    (broken.SmallSeeds(features=32), "seed"),
-    (broken.BatchWideClamp(), "batch invariance"),
+    (masks.FutureThroughLandmarks(landmarks=4), "causal leak"),
+    (masks.KeyShiftWithEpsilon(features=32), "causal leak"),
+    (masks.MaskDropped(), "padded equals packed"),
+    (masks.MaskDropped(), "mask formats"),
+    (masks.ZeroKeyInsteadOfZeroFeature(features=32), "padded equals packed"),
+    (masks.PaddingInLandmarks(landmarks=4), "padded equals packed"),
+    (masks.FutureThroughLandmarks(landmarks=4), "separate rows"),
+    (calls.BatchWideNorm(landmarks=8), "batch invariance"),
+    (calls.SlotKeyedDraws(features=32), "batch invariance"),
+    (numbers.LastTokensDropped(), "exact at full budget"),
+    (numbers.LastTokensDropped(), "permutation"),
+    (numbers.TemperatureTwice(), "exact at full budget"),
+    (masks.PaddedCount(), "padded equals packed"),
+    (calls.GlobalGenerator(), "seed"),
+    (calls.ChangesItsInput(), "strides"),
+    (gradients.DetachedKeys(), "gradient"),
+    (numbers.NanRows(), "finite"),
+    (masks.WrongLse(), "lse merge"),
+    (numbers.MeanOfValues(), "beats the mean"),
+    (numbers.MeanOfValues(), "exact at full budget"),
+    (numbers.OtherFastPath(), "fast equals reference"),
+    (numbers.LooksAtTheDiagonal(), "permutation"),
+    (numbers.HalfPrecision(), "exact at full budget"),
+    (calls.ClaimsTooLittle(), "capabilities"),
+    (numbers.BudgetIgnored(), "budget"),
+    (calls.KeyedByQueryHead(features=32), "gqa equals repeat"),
+    (gradients.GradientToPaddedQueries(), "gradient stays out"),
+    (gradients.GradientOfEmptyRows(), "gradient stays out"),
+    (gradients.SilentSecondDerivative(), "second derivative"),
+    (gradients.LosesTangents(), "forward mode"),
+    (gradients.SavedTensorsReadTwice(), "checkpointing"),
+    (masks.FutureGradient(), "causal leak"),
+    (gradients.DetachedKeys(), "gradient at full budget"),
+    (masks.ReachesNothing(), "nan stays"),
+    (masks.PaddedQueriesInMaximum(), "padding invariance"),
+    (masks.QueryMaskIgnored(landmarks=4), "query mask"),
+    (numbers.SixteenBitsInside(), "precision"),
+    (numbers.FloatInside(), "precision"),
+    (numbers.HidesBeforeScaling(), "range"),
+    (calls.FlatCost(), "spec and cost"),
+    (calls.UndocumentedField(), "spec and cost"),
+    (calls.ThreadCount(), "threads"),
+    (calls.SmallSeeds(features=32), "seed"),
+    (calls.BatchWideClamp(), "batch invariance"),
 ]
 
 
@@ -80,7 +80,7 @@ def test_a_broken_method_fails_the_check(method, check, monkeypatch):
 
 @pytest.mark.parametrize("check", sorted(CHECKS))
 def test_the_unbroken_method_passes_the_check(check, monkeypatch):
-    monkeypatch.setitem(_REGISTRY, "_broken", broken.Broken)
-    row = row_of(Nystrom() if check == "budget" else broken.Broken(), check)
+    monkeypatch.setitem(_REGISTRY, "_broken", Broken)
+    row = row_of(Nystrom() if check == "budget" else Broken(), check)
     assert CHECKS[check].applies(row)
     CHECKS[check](row, "auto")

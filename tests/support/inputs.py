@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparing
-from sparing import Projection, native
+from sparing import Projection, Shape, native
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,21 @@ class Inputs:
 
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, self.payload]
+
+
+def shape_of(x: Inputs, causal: bool = False) -> Shape:
+    """Return the shape that costs and full budgets are worked out from."""
+    value_dim = x.value.shape[-1] if isinstance(x.value, Tensor) else x.value.weight.shape[0] // x.k.shape[1]
+    return Shape(
+        batch=x.q.shape[0], heads=x.q.shape[1], kv_heads=x.k.shape[1], queries=x.n_q, keys=x.n_k, head_dim=x.q.shape[-1],
+        value_dim=value_dim, causal=causal,
+        in_features=x.value.x.shape[-1] if isinstance(x.value, Projection) else None,
+    )  # fmt: skip
+
+
+def projected(x: Inputs) -> Tensor:
+    """Return the value as a tensor, whether it is a Projection or not."""
+    return x.value.project(x.k.shape[1]) if isinstance(x.value, Projection) else x.value
 
 
 def make(

@@ -1,8 +1,7 @@
-"""What is held of a call: each check raises AssertionError with what was observed and what is allowed."""
+"""Checks of a call that hold its numbers to float64: output, log-sum-exp, gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +12,16 @@ import sparing
 from sparing import Unsupported
 from sparing.methods.exact import Exact
 from tests.fuzz import door_truth
+from tests.fuzz.door_excuses import CHOOSING, cancels, hashed_otherwise, slope_of_angles, unclear, vanishes
 from tests.fuzz.door_inputs import Built
-from tests.fuzz.door_rule import CHOOSING, FLOOR, hold, largest_logit, noise_of, size_of, unclear
-from tests.support.check_tools import gradients, tracked
-from tests.support.inputs import Inputs
-from tests.support.number_checks import shape_of
-
-
-def _is_softmax(method: sparing.Method) -> bool:
-    return isinstance(method, Exact) or str(method) in ("kernel", "kernel(kind='exp')")
+from tests.fuzz.door_rule import FLOOR, hold, largest_logit, noise_of, size_of
+from tests.support.common_checks.tools import gradients, tracked
+from tests.support.inputs import Inputs, shape_of
 
 
 def truth(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     """Exact methods give dense attention in float64; others what their specification gives in float64."""
-    if _is_softmax(built.method):
+    if door_truth.is_softmax(built.method):
         _dense(built, out, f"{label}against dense attention in float64")
         return
     choosing = built.method.name in CHOOSING
@@ -39,40 +34,17 @@ def truth(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
         return
     x = built.wide() if choosing else built.x
     found = built.run(x) if choosing else out
-    found = torch.where(_cancels(built), wanted.to(found.dtype), found)
+    found = torch.where(cancels(built), wanted.to(found.dtype), found)
     rough = None if found.dtype == torch.float64 else built.run(built.x, impl="reference")
     same = built.with_inputs(x)
     if built.method.name in ("yoso", "lsh") and rough is not None:
-        found = torch.where(_hashed_otherwise(found, rough, wanted), wanted.to(found.dtype), found)
+        found = torch.where(hashed_otherwise(found, rough, wanted), wanted.to(found.dtype), found)
     hold(
         f"{label}against its specification in float64", found, wanted, size_of(built, wanted), rough,
         lambda: noise_of(same, wanted, lambda y: built.run(y, impl="reference")), case["n_k"],
         # Two samples of the same rounding, which the iteration amplifies where landmarks are alike.
         times=8.0 if getattr(built.method, "solver", "") == "iterative" else 2.0,
     )  # fmt: skip
-
-
-def _hashed_otherwise(found: Tensor, rough: Tensor, wanted: Tensor) -> Tensor:
-    """(B, H, n_q, 1): rows in which a bit of a hash fell to the other side in float32, for the specification as well.
-
-    They are few: a projection must be zero to seven digits. Where more than one row in twenty differs, none is excused.
-    """
-    size = wanted.abs().amax()
-    written = door_truth.rounding(found.dtype, size)
-    off = (rough.double() - wanted).abs().amax(-1, keepdim=True) > 1e-3 * size + written
-    as_specified = (found.double() - rough.double()).abs().amax(-1, keepdim=True)
-    allowed = 1e-5 * size + written
-    few = int(off.sum()) <= max(off.numel() // 20, 1)
-    return off & (as_specified <= allowed) & few
-
-
-def _cancels(built: Built) -> Tensor:
-    """(B, H, n_q, 1): rows of yoso whose sum is zero but for rounding; it is divided by its length, so rounding decides."""
-    if built.method.name != "yoso" or built.method.normalize != "l2":
-        return torch.zeros((), dtype=torch.bool)
-    plain, x = replace(built.method, normalize="none"), built.wide()
-    sums, sizes = (built.run(y, method=plain, impl="reference") for y in (x, x.with_payload(x.payload.abs())))
-    return sums.norm(dim=-1, keepdim=True) <= 1e-6 * sizes.norm(dim=-1, keepdim=True)
 
 
 def _most_rows(built: Built, out: Tensor, wanted: Tensor, what: str, case: dict[str, Any]) -> None:
@@ -110,7 +82,7 @@ def full(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
     except Unsupported:
         assert case["impl"] == "native", f"{what}: refused"
         return
-    if _is_softmax(target):
+    if door_truth.is_softmax(target):
         # The tolerance of "exact at full budget": 1e-5 in float32. Oracles solve for their weights: 1e-9 in float64.
         solved = setting.oracle and found.dtype == torch.float64
         _dense(built, found, what, floor=1e-9 / torch.finfo(torch.float64).eps if solved else 84.0)
@@ -128,124 +100,9 @@ def full(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
         return built.run(replace(y, value=built.values(y)), method=target, impl="reference")
 
     size = (
-        size_of(built, wanted) * 5 * (_slope_of_angles(built) if built.method.name == "yoso" else 1.0)
+        size_of(built, wanted) * 5 * (slope_of_angles(built) if built.method.name == "yoso" else 1.0)
     )  # 1e-5 in float32
     hold(what, found, wanted, size, None, lambda: noise_of(built, wanted, moved), case["n_k"])
-
-
-def _slope_of_angles(built: Built) -> float:
-    """Return 1 / sin of the smallest angle between a query and a key or its opposite; 40 for parallel ones.
-
-    An angle errs by the rounding of its cosine times this slope; 40 roundings of float32 are 4e-4 of a quarter turn.
-    """
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (built.wide().q, built.wide().k))
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    cosine = float((q @ k.mT).abs().amax().clamp_max(1.0))
-    return float(min(max(1 - cosine * cosine, 1e-12) ** -0.5, 40.0))
-
-
-def _unchanged(built: Built, found: Tensor, wanted: Tensor, what: str) -> None:
-    """Assert equal bits, but for the rounding of torch's products where the place of a row in them may change.
-
-    `value_aware` solves rows together; `lsh(combine='ips')` has no kernel, and puts rows of a bucket together.
-    """
-    together = built.method.name == "value_aware" or getattr(built.method, "combine", "") == "ips"
-    if together and wanted.numel():
-        hold(what, found, wanted.double(), wanted.double().abs().amax(), None, lambda: torch.zeros(()), 1)
-    else:
-        _same(found, wanted, what)
-
-
-def _same(found: Tensor, wanted: Tensor, what: str) -> None:
-    if not torch.equal(found.nan_to_num(nan=7e9), wanted.nan_to_num(nan=7e9)):
-        worst = (found.double() - wanted.double()).abs().nan_to_num(torch.inf).amax()
-        raise AssertionError(f"{what}: not bit-equal, largest difference {float(worst):.3g}")
-
-
-def _contiguous(built: Built, out: Tensor, case: dict[str, Any]) -> tuple[Built, Tensor]:
-    """The call on contiguous copies, as other numbers will be: torch's products round by the strides."""
-    if case["layout"] == "plain":
-        return built, out
-    built = built.with_inputs(built.x.map(lambda t: t.contiguous()))
-    return built, built.run()
-
-
-def again(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
-    """The same seed gives the same bits, and leaves torch's generator and the inputs alone."""
-    state, before = torch.get_rng_state(), [t.clone() for t in built.x.leaves()]
-    _same(built.run(), out, f"{label}the same seed again")
-    assert torch.equal(state, torch.get_rng_state()), f"{label}a seeded call touched the global generator"
-    for t, kept in zip(built.x.leaves(), before, strict=True):
-        _same(t, kept, f"{label}an input after the call")
-
-
-def _huge(dtype: torch.dtype) -> float:
-    return 1e30 if dtype != torch.float16 else 6e4
-
-
-def padding(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
-    """Nothing in keys that no query sees changes a row, to the bit; padded queries influence no other row."""
-    if built.method.name == "value_aware" and unclear(built, case):
-        return  # rounding decides between equal values
-    built, out = _contiguous(built, out, case)
-    hidden = ~built.visible.any((1, 2))  # (B, n_k)
-    rows = torch.ones(out.shape[:3], dtype=torch.bool)
-    q = built.x.q
-    for fill in (torch.nan, _huge(q.dtype), -3.0):
-        payload = built.x.payload
-        where = hidden[:, None, :, None] if payload.ndim == 4 else hidden[:, :, None]
-        k, payload = built.x.k.masked_fill(hidden[:, None, :, None], fill), payload.masked_fill(where, fill)
-        if built.keep is not None and case["n_q"] == case["n_k"]:
-            q = built.x.q.masked_fill(~built.keep[:, None, :, None], fill)
-            rows = built.keep[:, None, :].expand(out.shape[:3])
-        found = built.run(replace(built.x, q=q, k=k).with_payload(payload))
-        _unchanged(built, found[rows], out[rows], f"{label}with {fill} in hidden keys")
-
-
-def future(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
-    """Nothing later changes an earlier row, to the bit."""
-    built, out = _contiguous(built, out, case)
-    t = case["data"] % (case["n_q"] - 1) if case["n_q"] > 1 else 0
-
-    for fill in (torch.nan, _huge(out.dtype), -3.0):
-
-        def spoil(x: Tensor, fill: float = fill) -> Tensor:
-            x = x.clone()
-            x[..., t + 1 :, :] = fill
-            return x
-
-        y = replace(built.x, q=spoil(built.x.q), k=spoil(built.x.k)).with_payload(spoil(built.x.payload))
-        found = built.run(y)
-        _unchanged(built, found[:, :, : t + 1], out[:, :, : t + 1], f"{label}rows before {fill} in the future")
-
-
-def mates(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
-    """An item gives the same result with other batch-mates, wild ones too."""
-    for factor in (-3.0, 1e20 if out.dtype not in (torch.float16,) else 100.0):
-
-        def other(x: Tensor, factor: float = factor) -> Tensor:
-            return torch.cat([x[:1], x[1:].flip(-1) * factor])
-
-        y = replace(built.x, q=other(built.x.q), k=other(built.x.k)).with_payload(other(built.x.payload))
-        if not all(bool(t.isfinite().all()) for t in y.leaves()):
-            continue
-        wanted = out[:1].double()
-        size = torch.maximum(wanted.abs().amax(), built.values(built.wide())[:1].abs().amax())
-
-        def noise(wanted: Tensor = wanted) -> Tensor:
-            return noise_of(built, built.run(built.wide()), lambda z: built.run(z))
-
-        if not unclear(built, case):
-            what = f"{label}with other batch-mates"
-            hold(what, built.run(y)[:1], wanted, size, None, noise, case["n_k"])
-
-
-def _vanishes(built: Built) -> bool:
-    """Whether the total of some row is too small for the type of the call, so that the row is zeros, as specified."""
-    if built.x.q.dtype == torch.float64:
-        return False
-    low, high = (built.run(x, impl="reference").detach() for x in (built.x, built.wide()))
-    return bool(((low == 0).all(-1) & (high != 0).any(-1)).any())
 
 
 def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
@@ -263,7 +120,7 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
     except Unsupported:
         assert case["impl"] == "native", f"{label}refused a gradient"
         return
-    softmax = _is_softmax(built.method)
+    softmax = door_truth.is_softmax(built.method)
 
     def specified(x: Inputs) -> list[Tensor]:
         if not softmax:
@@ -278,7 +135,7 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
         rough = gradients(y, door_truth.plain(built.with_inputs(y)), weight.to(y.q.dtype))
     elif not wide and found[0].dtype == torch.float32:
         rough = grads(built.x, impl="reference")
-    if unclear(built, case) or _vanishes(built) or bool(_cancels(built).any()):
+    if unclear(built, case) or vanishes(built) or bool(cancels(built).any()):
         return
     x = built.wide()
     if built.method.name == "random_features":  # exponents hold |q|^2 and |k|^2: beyond this, rounding decides them
@@ -310,38 +167,6 @@ def gradient(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> Non
             kind = door_truth.compute_type(found[i].dtype)
             size = size * (1 + 4 * torch.finfo(kind).eps * largest_logit(built) / FLOOR[kind])
         hold(what, found[i], wanted[i], size, None if rough is None else rough[i], noise, case["n_k"], times=3.0)
-
-
-def query_mask(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
-    """Masked queries give zeros and do not influence the others."""
-    built, out = _contiguous(built, out, case)
-    gen = torch.Generator().manual_seed(case["data"])
-    real = torch.rand(case["batch"], case["n_q"], generator=gen) < 0.6
-    rows = real[:, None, :].expand(out.shape[:3])
-    found = built.run(query_mask=real)
-    assert bool((found[~rows] == 0).all()), f"{label}masked queries must give zeros"
-    y = replace(built.x, q=built.x.q.masked_fill(~real[:, None, :, None], 50.0))
-    _unchanged(built, built.run(y, query_mask=real)[rows], found[rows], f"{label}rows beside masked queries")
-
-
-def nan(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
-    """A NaN in a query spoils its own row only; in a key, only rows that may see it."""
-    t = case["data"] % case["n_q"]
-    q, rows = built.x.q.clone(), torch.ones(out.shape[:3], dtype=torch.bool)
-    q[0, 0, t, 0], rows[0, 0, t] = torch.nan, False
-    found = built.run(replace(built.x, q=q))
-    spared = out.isfinite().all(-1)
-    assert bool(found[0, 0, t].isnan().all()) or not built.sees[0, 0, t], f"{label}a NaN query gave a result"
-    assert bool(found[rows & spared].isfinite().all()), f"{label}a NaN query spoils other rows"
-    t = case["data"] % case["n_k"]
-    k = built.x.k.clone()
-    k[0, 0, t, 0] = torch.nan
-    found = built.run(replace(built.x, k=k))
-    rows = built.visible[..., t].clone()
-    rows[1:], rows[:, case["heads"] // case["kv_heads"] :] = False, False
-    assert bool(found[~rows & spared].isfinite().all()), f"{label}a NaN key spoils rows that do not see it"
-    if _is_softmax(built.method):
-        assert bool(found[rows].isnan().all()), f"{label}a NaN key was swallowed"
 
 
 def inspect(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
@@ -376,9 +201,3 @@ def packed(built: Built, out: Tensor, label: str, case: dict[str, Any]) -> None:
         return noise_of(wide, built.run(wide.x), lambda z: built.run(z))
 
     hold(f"{label}padded against its tokens alone", whole, wanted, size_of(built, wanted), None, noise, case["n_k"])
-
-
-CHECKS: dict[str, Callable[[Built, Tensor, str, dict[str, Any]], None]] = {
-    check.__name__: check
-    for check in (truth, full, again, padding, future, mates, gradient, query_mask, nan, inspect, packed)
-}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sparing import Shape
 from tests.support.inputs import Inputs
 from tests.support.method_table import Row
 
@@ -48,6 +49,11 @@ def tracked(x: Inputs) -> Inputs:
     """Copies of the inputs that require a gradient."""
     q, k, payload = (t.detach().clone().requires_grad_() for t in x.leaves())
     return replace(x, q=q, k=k).with_payload(payload)
+
+
+def has_full_budget(row: Row) -> bool:
+    """Whether some setting of the method computes its target."""
+    return row.method.full_budget(Shape(queries=9, keys=9, head_dim=8, value_dim=6, in_features=12)) is not None
 
 
 def differentiable(row: Row) -> bool:
