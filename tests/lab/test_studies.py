@@ -147,6 +147,19 @@ def test_the_judge_on_the_page_of_studies_does_what_the_page_says():
     exec(code, {})
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_published_ledger_has_the_words_of_the_code(name):
+    page = (Path(__file__).parents[2] / "docs" / "reproduction.md").read_text()
+    (section,) = re.findall(rf"^### {name}\n(.*?)(?=^##|\Z)", page, re.S | re.M)
+    for claim in study(name).claims:
+        row = " | ".join(cell.replace("|", "\\|") for cell in (claim.states, claim.where, claim.paper))
+        (verdict,) = re.findall(rf"^\| {re.escape(row)} \| .* \| \*\*(.*)\*\* \|$", section, re.M)
+        if verdict in ("does not", "same shape"):
+            said = f"*{claim.states[0].upper()}{claim.states[1:]}: {verdict}.*"
+            finding = study(name).finding(claim.key)
+            assert f'{said} "Reproduces" takes: {claim.criterion}.{finding and f" {finding}"}\n' in section
+
+
 def test_the_list_names_every_study(capsys):
     assert main(["study", "--list"]) == 0
     shown = capsys.readouterr().out
