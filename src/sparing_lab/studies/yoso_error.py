@@ -177,10 +177,10 @@ STUDY = Study(
               _PAPER, judge=_flat("L-infinity")),
         Claim("minilm", "figure 5", "the same for MiniLM, 128 to 512 tokens, L-infinity", _PAPER,
               judge=_flat("L-infinity", "minilm")),
-        Claim("minilm-l2", "figure 5", "the same in L2", _PAPER, judge=_flat("L2", "minilm")),
+        Claim("minilm-l2", "figure 5", "the same for MiniLM in L2", _PAPER, judge=_flat("L2", "minilm")),
         Claim("smollm2", "figure 5", "the same for SmolLM2, causal, 128 to 2048 tokens, L-infinity", _PAPER,
               judge=_flat("L-infinity", "smollm2")),
-        Claim("smollm2-l2", "figure 5", "the same in L2", _PAPER, judge=_flat("L2", "smollm2")),
+        Claim("smollm2-l2", "figure 5", "the same for SmolLM2 in L2", _PAPER, judge=_flat("L2", "smollm2")),
         Claim(
             "bits", "section 6", "bits that grow as log2(n) keep the error from growing", "may be partly the cause",
             judge=Judge(
