@@ -7,7 +7,8 @@ import pytest
 def minilm_layers():
     """Six layers, one text of 128 tokens: `query`, `key` [1, 12, 128, 32] and `value`, a Projection."""
     from sparing.models import minilm
-    from sparing.workbench.capture import capture
+    from sparing.transformers.watch import record_calls
 
     encoder = minilm.load()
-    return capture(encoder.model, input_ids=minilm.token_ids(encoder, length=128, documents=1))
+    ids = minilm.token_ids(encoder, length=128, documents=1)
+    return record_calls(encoder.model, "monte_carlo", lambda: encoder.model(input_ids=ids))

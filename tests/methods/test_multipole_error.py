@@ -7,7 +7,7 @@ from torch import Tensor
 import sparing
 from sparing.methods.multipole import method as module
 from sparing.methods.multipole.method import Multipole, expand
-from sparing.workbench.error import rank_correlation
+from sparing.workbench.metrics import rank_correlation
 from tests.support.inputs import Inputs, exact_for, peaked, relative
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])

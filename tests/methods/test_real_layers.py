@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import sparing
-from sparing.workbench.error import error_split
 from tests.support.inputs import effective_count
+from tests.support.layer_errors import layer_error
 
 BUDGETS = (
     "exact",
@@ -57,7 +57,7 @@ def errors(minilm_layers):
     def error(spec):
         if spec not in known:
             layers = [minilm_layers[i] for i in (0, 2, 5)]
-            known[spec] = sum(error_split(spec, l.query, l.key, l.value, seeds=(0, 1)).total for l in layers) / 3
+            known[spec] = sum(layer_error(spec, layer, seeds=(0, 1)).total for layer in layers) / 3
         return known[spec]
 
     return error

@@ -3,9 +3,9 @@
 import base64
 import math
 
-from sparing.workbench.comparison.crossover import Point
 from sparing.workbench.comparison.maps import Map
 from sparing.workbench.comparison.quality import LayerError
+from sparing.workbench.comparison.races import Point
 from sparing.workbench.comparison.seconds import Seconds
 from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
 from sparing.workbench.estimate import Estimate

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sparing
-from sparing.workbench.capture import capture
+from sparing.transformers.watch import record_calls
 from tests.support.model_zoo import build, inputs, run
 
 
@@ -18,7 +18,7 @@ def padded(length, valid):
 
 def test_rates_are_those_of_the_calls():
     model, given = build("bert"), padded(24, (17, 9))
-    first = capture(model, **given)[0]
+    first = record_calls(model, "monte_carlo", lambda: model(**given))[0]
     mask = given["attention_mask"].bool()
     facts = sparing.inspect(
         first.query,

@@ -20,7 +20,6 @@ from sparing.workbench.comparison.ladder import ladder
 from sparing.workbench.comparison.quality import LayerError, quality
 from sparing.workbench.comparison.seconds import Seconds, seconds
 from sparing.workbench.comparison.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
-from sparing.workbench.error import error_split
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 from tests.support.model_zoo import SMALL, TOKENS, build
@@ -34,7 +33,7 @@ def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
     """The layers that an earlier measurement captured give the same split; the model is as before."""
     from sparing.models import minilm
 
-    encoder = load("minilm")
+    encoder, method = load("minilm"), sparing.method(spec)
     ids = minilm.token_ids(minilm.Encoder(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
     before = encoder.run(ids).last_hidden_state
     found = quality(encoder, [ids], spec, seed=3)
@@ -42,7 +41,14 @@ def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
     assert [layer.layer for layer in found.layers] == [f"encoder.layer.{i}.attention.self" for i in range(6)]
     for number, (layer, given) in enumerate(zip(found.layers, minilm_layers, strict=True)):
         streams = [number * 2**16 + head for head in range(12)]
-        wanted = error_split(spec, given.query, given.key, given.value, seeds=[3], streams=streams)
+        q, k, v = given.query, given.key, given.projected
+        value = given.value if method.supports.projection else v
+        with torch.no_grad():
+            exact = sparing.attention(q, k, v)
+            target = sparing.attention(q, k, v, method=method.exact_target())
+            estimate = sparing.attention(q, k, value, method=method, seed=3, streams=streams)
+        parts = ((target, exact), (estimate, target), (estimate, exact))
+        wanted = [float((a - b).norm() / exact.norm()) for a, b in parts]
         assert (layer.substitution, layer.approximation, layer.total) == pytest.approx(wanted, rel=1e-3)
         assert len(layer.heads) == 12
         assert min(layer.heads) <= layer.total <= max(layer.heads)

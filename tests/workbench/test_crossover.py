@@ -6,44 +6,55 @@ import pytest
 import torch
 
 from sparing.contract import Projection
-from sparing.transformers.watch import rehearse
+from sparing.transformers.watch import record_calls
 from sparing.workbench.calls import middle_calls
 from sparing.workbench.comparison.compare import compare
-from sparing.workbench.comparison.crossover import Point, crossover, race_at
 from sparing.workbench.comparison.maps import maps
+from sparing.workbench.comparison.races import race_at
 from sparing.workbench.comparison.seconds import seconds
 from sparing.workbench.comparison.sweep import fragile
 from sparing.workbench.comparison.verdict import SLOWER, Row, rounded, summary
+from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate
-from sparing.workbench.timing import Interval
+from sparing.workbench.timing import MARGIN, Interval
 from tests.support.small_models import TEXTS, subject
 
 
 def calls_of(one, ids, spec):
-    calls = []
-    with torch.no_grad(), rehearse(one.model, spec, calls.append):
-        one.run(ids)
-    return calls
-
-
-def points(*pairs):
-    return [Point(length, Interval(ratio, ratio, ratio)) for length, ratio in pairs]
+    return record_calls(one.model, spec, lambda: one.run(ids))
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (points((256, 0.5), (512, 0.8)), None),
-        (points((256, 2.0), (512, 4.0)), 256),
-        (points((256, 2.0), (512, 0.9)), None),  # not for good
-        (points((256, 0.515), (1024, 2.06)), 512),
-        (points((256, 2.0), (512, 0.9), (1024, 1.5)), 619),
+        ([(256, 0.5), (512, 0.8)], None),
+        ([(256, 2.0), (512, 4.0)], 256),
+        ([(256, 2.0), (512, 0.9)], None),  # not for good
+        ([(256, 0.5), (512, 1.02)], None),  # within the noise
+        ([(256, 0.515), (1024, 2.06)], 512),
+        ([(256, 2.0), (512, 0.9), (1024, 1.5)], 615),
         ([], None),
     ],
 )
-def test_the_length_from_which_on_it_pays(given, wanted):
-    found = crossover(given)
-    assert found == wanted or found == pytest.approx(wanted, rel=0.01)
+def test_the_length_from_which_a_method_is_faster(given, wanted):
+    assert crossover(given, margin=MARGIN).tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], "not measured"),
+        ([(512, 0.9)], "none up to 512"),
+        ([(512, 1.0)], "below 512"),
+        ([(512, 2.0), (1024, 4.0)], "below 512"),
+        ([(1024, 2.0), (512, 0.5)], "724"),
+        ([(512, 0.1), (1024, 0.25), (4096, 4.0), (8192, 8.0)], "2048"),
+        ([(512, 2.0), (1024, 0.5), (2048, 2.0)], "1448"),
+        ([(512, 2.0), (1024, 0.5)], "none up to 1024"),
+    ],
+)
+def test_a_crossover_in_words(given, wanted):
+    assert str(crossover(given)) == wanted
 
 
 def test_the_sentence_names_the_length():

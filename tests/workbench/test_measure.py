@@ -1,4 +1,4 @@
-"""Errors, times and captured layers: numbers that can be wrong in ways a table would hide."""
+"""Errors, times and recorded calls: numbers that can be wrong in ways a table would hide."""
 
 import math
 
@@ -7,34 +7,34 @@ import torch
 
 import sparing
 from sparing.models import minilm
-from sparing.workbench.capture import capture
-from sparing.workbench.error import error_split, rank_correlation
+from sparing.transformers.watch import is_approximated, record_calls
+from sparing.workbench.metrics import rank_correlation
 from sparing.workbench.timing import speed_ratio
 from tests.support.inputs import effective_count
+from tests.support.layer_errors import layer_error
 
 
-def test_captured_layers_reproduce_the_model():
+def test_recorded_calls_reproduce_the_model():
     encoder = minilm.load()
     ids = minilm.token_ids(encoder, length=48, documents=2)
     outputs = []
     modules = [m.attention.self for m in encoder.model.encoder.layer]
     hooks = [m.register_forward_hook(lambda module, args, out: outputs.append(out[0])) for m in modules]
-    layers = capture(encoder.model, input_ids=ids)
+    layers = record_calls(encoder.model, "monte_carlo", lambda: encoder.model(input_ids=ids))
     for hook in hooks:
         hook.remove()
     assert len(layers) == 6
     for layer, wanted in zip(layers, outputs, strict=True):
         found = sparing.attention(layer.query, layer.key, layer.value).transpose(1, 2).flatten(2)
         assert torch.allclose(found, wanted, atol=1e-5)
-    assert not any(m._forward_pre_hooks for m in modules)
+    assert not is_approximated(encoder.model)
 
 
-def test_capture_refuses_other_models_and_cleans_up_after_errors():
-    with pytest.raises(ValueError, match="Linear has no BERT-like"):
-        capture(torch.nn.Linear(3, 3))
+def test_a_model_is_restored_after_a_recording_that_fails():
     encoder = minilm.load()
     with pytest.raises(IndexError):
-        capture(encoder.model, input_ids=torch.full((1, 4), 10**6))
+        record_calls(encoder.model, "monte_carlo", lambda: encoder.model(input_ids=torch.full((1, 4), 10**6)))
+    assert not is_approximated(encoder.model)
     assert not any(m._forward_pre_hooks for m in encoder.model.modules())
 
 
@@ -58,13 +58,13 @@ def test_error_parts_obey_the_triangle_inequality_and_mean_what_they_say(minilm_
         "yoso(hashes=16)",
         "monte_carlo(alpha=0.5)",
     ):
-        split = error_split(spec, layer.query, layer.key, layer.value, seeds=(0, 1))
+        split = layer_error(spec, layer, seeds=(0, 1))
         assert split.total <= split.substitution + split.approximation + 1e-9
         method = sparing.method(spec)
         assert (split.substitution == 0) == (method.exact_target() == sparing.method("exact"))
         assert split.total > 0
-    assert error_split("exact", layer.query, layer.key, layer.value).total == 0
-    assert error_split("kernelized", layer.query, layer.key, layer.value).approximation == 0
+    assert layer_error("exact", layer).total == 0
+    assert layer_error("kernelized", layer).approximation == 0
 
 
 def test_rank_correlation():

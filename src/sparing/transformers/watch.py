@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from sparing.contract import Method
@@ -13,7 +14,7 @@ from sparing.transformers.arguments import What
 from sparing.transformers.handle import Handle, approximate
 from sparing.transformers.state import Seen, state_of
 
-__all__ = ["Seen", "is_approximated", "rehearse", "swapped"]
+__all__ = ["Seen", "is_approximated", "record_calls", "rehearse", "swapped"]
 
 
 def is_approximated(model: nn.Module) -> bool:
@@ -39,3 +40,17 @@ def rehearse(model: nn.Module, what: str | Method, see: Callable[[Seen], None], 
         for settings in handle._settings.values():
             settings.observer = see
         yield
+
+
+@torch.no_grad()
+def record_calls(
+    model: nn.Module, what: str | Method, run: Callable[[], object], *, seed: int = 0
+) -> list[Seen]:  # fmt: skip
+    """Run the exact model by `run()` and return the calls that `what` would approximate, in their order.
+
+    A method that works on the value layer, such as "monte_carlo", records each value as a `Projection`.
+    """
+    calls: list[Seen] = []
+    with rehearse(model, what, calls.append, seed=seed):
+        run()
+    return calls

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -12,7 +12,7 @@ from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.functional import attention
 from sparing.models import Subject
-from sparing.transformers.watch import Seen, rehearse
+from sparing.transformers.watch import Seen, record_calls
 
 Side = Callable[[], object]
 
@@ -39,7 +39,6 @@ def method_side(seen: Seen, method: Method) -> Side:
     return lambda: attention(seen.query, seen.key, value, **call)
 
 
-@torch.no_grad()
 def middle_calls(subject: Subject, rows: Sequence[Tensor], specs: Sequence[str]) -> list[Seen]:
     """What the middle layer, of those that can run one of the methods, is given for each document [n]."""
     # A method on the value layer is shown that layer's input, which serves the others, too.
@@ -47,9 +46,7 @@ def middle_calls(subject: Subject, rows: Sequence[Tensor], specs: Sequence[str])
         found = []
         try:
             for ids in rows:
-                calls: list[Seen] = []
-                with rehearse(subject.model, spec, calls.append):
-                    subject.run(ids)
+                calls = record_calls(subject.model, spec, functools.partial(subject.run, ids))
                 found += calls[len(calls) // 2 : len(calls) // 2 + 1]
         except Unsupported:
             continue

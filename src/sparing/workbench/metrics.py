@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from sparing.workbench.error import rank_correlation
 from sparing.workbench.estimate import Estimate, estimate, jackknife, proportion
 
 if TYPE_CHECKING:
@@ -101,6 +101,19 @@ def matthews(ends: Sequence[End], which: str) -> float:
 def nearest_accuracy(ends: Sequence[End], which: str) -> float:
     """The share of documents whose nearest other document has their label."""
     return sum(end[f"{which}neighbour_label"] == end["label"] for end in ends) / len(ends)
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Return Spearman's correlation of two vectors, or NaN if all numbers of one are equal.
+
+    Equal numbers share the mean of their ranks.
+    """
+
+    def ranks(z: Tensor) -> Tensor:
+        _, place, count = z.unique(return_inverse=True, return_counts=True)
+        return (count.cumsum(0) - (count + 1) / 2)[place].double()
+
+    return float(torch.stack([ranks(x), ranks(y)]).corrcoef()[0, 1])
 
 
 _ALL = (

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+MARGIN = 1.03  #: a speed ratio below it may be noise
+
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:

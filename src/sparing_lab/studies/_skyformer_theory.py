@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparing.maths.linalg import degree_scaled
 from sparing.models import minilm
-from sparing.workbench.capture import capture
 from sparing_lab.studies import skyformer_lift as lift
+from sparing_lab.studies._layers import encoder_layers
 from sparing_lab.studies.rows import Cell, Row
 from sparing_lab.studies.skyformer_lift import STARTS, call_of, eigenvalues, iterated, kernel_matrix, lifted, skyformer
 
@@ -42,7 +42,7 @@ def points(data: str, n: int) -> tuple[Tensor, Tensor, float]:
 def _layers(n: int) -> list[Any]:
     """What MiniLM's layers were given for a help topic."""
     encoder = _minilm()
-    return capture(encoder.model, input_ids=minilm.token_ids(encoder, length=n, documents=1))
+    return encoder_layers(encoder.model, minilm.token_ids(encoder, length=n, documents=1))
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from sparing.contract import Projection
 from sparing.models import load, minilm
-from sparing.workbench.capture import Layer, capture
+from sparing.transformers.watch import Seen
 from sparing_lab.figure import Figure, line, log_ticks, panels, style
+from sparing_lab.studies._layers import encoder_layers
 from sparing_lab.studies._mca_bounds import DELTAS, GAUSSIAN, gaussian, row_error, token_error, worst
 from sparing_lab.studies.judges import Criterion, Judge, at_most, each, exponent, listed, rises, within
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, curves, distinct, ends, grouped, over, pick, power
@@ -51,28 +53,30 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     if cell["what"] == "worst":
         return worst(cell["case"], cell["rounding"], cell["draws"])
     layer = _layer(cell["source"], cell["layer"], cell["n"])
+    assert isinstance(layer.value, Projection)
     if cell["what"] == "token":
         return token_error(layer.value, layer.key.shape[1], cell["r"], cell["draws"])
     return row_error(layer.query, layer.key, layer.value, cell["alpha"], cell["samples"], cell["draws"])
 
 
 @functools.lru_cache(maxsize=8)
-def _layers(source: str, n: int) -> list[Layer]:
+def _layers(source: str, n: int) -> list[Seen]:
     """What the layers of a model are given, for one text of n tokens."""
     subject = _subject(source)
     ids = minilm.token_ids(minilm.Encoder(subject.model, subject.tokenizer), length=n, documents=1)
-    return capture(subject.model, input_ids=ids)
+    return encoder_layers(subject.model, ids)
 
 
 _subject = functools.lru_cache(maxsize=1)(load)
 
 
-def _layer(source: str, which: str, n: int) -> Layer:
+def _layer(source: str, which: str, n: int) -> Seen:
     """Without the bias, which is exact and would only hide how large an error is."""
     if source == GAUSSIAN:
         return gaussian(n)
     layers = _layers(source, n)
     found = layers[0 if which == "first" else -1]
+    assert isinstance(found.value, Projection)
     return found._replace(value=found.value._replace(bias=None))
 
 

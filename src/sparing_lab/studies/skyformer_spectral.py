@@ -15,10 +15,10 @@ import torch
 from sparing import documents
 from sparing.documents import Documents
 from sparing.models import Subject, load
-from sparing.workbench.capture import capture
 from sparing.workbench.prepare import extended
 from sparing_lab.figure import PAPER, Figure, line, panels, style
 from sparing_lab.papers import numbers
+from sparing_lab.studies._layers import encoder_layers
 from sparing_lab.studies._skyformer_spectral import SPECS, LayerInputs, initialised, layer_inputs, spectral_errors
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, above, ahead, each, falls
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, distinct, ends, grouped, mean, pick
@@ -96,8 +96,8 @@ def _inputs(
     if len(ids) < length:
         raise ValueError(f"seeds: each takes a text of {length} tokens, and there are only {seed}")
     found = []
-    for layer in capture(subject.model, input_ids=ids[None])[1 if small else 0 :: 2 if small else 1]:
-        found.append(layer_inputs(layer.query, layer.key, layer.value.project(layer.key.shape[1])))
+    for layer in encoder_layers(subject.model, ids[None])[1 if small else 0 :: 2 if small else 1]:
+        found.append(layer_inputs(layer.query, layer.key, layer.projected))
     return found
 
 

@@ -5,7 +5,7 @@ import torch
 
 import sparing
 from sparing.sample_text import python_sources
-from sparing.workbench.capture import capture
+from sparing_lab.studies._layers import encoder_layers
 from sparing_lab.studies.skyformer_spectrum import STUDY, blocks, mean_row, outputs, ratio, spectrum, untrained
 from sparing_lab.studies.study import Settings
 from tests.support.small_models import subject
@@ -88,7 +88,7 @@ def test_the_second_layer_is_looked_at():
     model = subject("bert")
     ids = torch.arange(3, 43)[None]
     (found,) = outputs(model, ids)
-    layers = capture(model.model, input_ids=ids)
+    layers = encoder_layers(model.model, ids)
     exact = [sparing.attention(layer.query, layer.key, layer.value) for layer in layers]
     assert torch.allclose(found, blocks(exact[1][0]), atol=1e-6)
     assert not torch.allclose(found, blocks(exact[0][0]), atol=1e-3)

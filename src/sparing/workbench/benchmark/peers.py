@@ -62,11 +62,6 @@ def tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def heads_first(x: Tensor, heads: int) -> Tensor:
-    """[B, n, H d] -> [B, H, n, d]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 def _replace(module: nn.Module, *names: str) -> list[Given]:
     """Put stand-ins in place of projections; those that are left have no part in the attention."""
     stand_ins = [Given() for _ in names]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from sparing.contract import method
 from sparing.workbench.benchmark.gate import Gate
+from sparing.workbench.crossover import Crossover, crossover
 from sparing.workbench.timing import Interval
 
 SDPA = "SDPA float32"
@@ -142,38 +142,6 @@ TARGETS: tuple[Target, ...] = (
 PEER_TARGET = 3.0  # against the fastest public implementation of the same method, forward
 PEER_TARGET_LENGTH = 4096
 TARGET_SIZES = {"batch": 1, "heads": 12, "width": 64, "threads": 2}
-
-
-class Crossover(NamedTuple):
-    """The length from which a method is faster than SDPA."""
-
-    kind: Literal["at", "below", "none", "unknown"]
-    length: float  #: "at": that length; "below": the shortest measured; "none": the longest measured
-
-    def __str__(self) -> str:
-        if self.kind == "unknown":
-            return "not measured"
-        words = {"at": "", "below": "below ", "none": "none up to "}[self.kind]
-        return f"{words}{self.length:.0f}"
-
-
-def crossover(points: Sequence[tuple[int, float]]) -> Crossover:
-    """Where (length, ratio) passes 1 for good, on a straight line between neighbours in logarithmic scales.
-
-    >>> print(crossover([(1024, 0.5), (4096, 2.0)]), crossover([(512, 1.5)]), crossover([(512, 0.5)]), sep=", ")
-    2048, below 512, none up to 512
-    """
-    points = sorted(points)
-    if not points:
-        return Crossover("unknown", 0)
-    if points[-1][1] < 1:
-        return Crossover("none", points[-1][0])
-    slower = [i for i, (_, ratio) in enumerate(points) if ratio < 1]
-    if not slower:
-        return Crossover("below", points[0][0])
-    (n0, r0), (n1, r1) = points[slower[-1]], points[slower[-1] + 1]
-    share = -math.log(r0) / (math.log(r1) - math.log(r0))
-    return Crossover("at", math.exp(math.log(n0) + share * (math.log(n1) - math.log(n0))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from sparing.contract import method as _method
 from sparing.functional import attention, inspect
 from sparing.models import Subject
 from sparing.transformers.watch import Seen, rehearse, swapped
-from sparing.workbench.error import rank_correlation
+from sparing.workbench.metrics import rank_correlation
 from sparing.workbench.outputs import Digest, digest, end_of, nearest
 
 
@@ -60,7 +60,7 @@ def quality(
     types: of the tokens, where a document is two texts that a classifier reads as one.
     """
     method = _method(what)
-    watch = _Watch(method)
+    observer = ErrorObserver(method)
     ends: list[dict[str, float]] = []
     outputs: list[tuple[Digest, Digest]] = []
     read: list[float] = []
@@ -68,9 +68,9 @@ def quality(
     for number, ids in enumerate(rows):
         inputs = [ids] if pairs is None else [ids, pairs[number]]
         kinds = None if types is None else types[number]
-        with rehearse(subject.model, method, watch, seed=seed):
+        with rehearse(subject.model, method, observer, seed=seed):
             exact = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
-        watch.next()
+        observer.end_document()
         with swapped(subject.model, method, seed=seed) as handle:
             found = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
             total = handle.statistics().total
@@ -81,13 +81,13 @@ def quality(
     for end, near in zip(ends, nearest(outputs), strict=False):
         end |= near
     return Quality(
-        layers=watch.layers(), errors=watch.documents(), keys_read=sum(read) / len(read) if read else None,
+        layers=observer.layers(), errors=tuple(observer.totals), keys_read=sum(read) / len(read) if read else None,
         flops=work[0] / work[1] if work[1] else 1.0, ends=tuple(ends),
     )  # fmt: skip
 
 
-class _Watch:
-    """Compares a method with exact attention at every call of every layer."""
+class ErrorObserver:
+    """Compare a method with exact attention at every call of every layer that it is shown."""
 
     def __init__(self, method: Method) -> None:
         self.method, self.target = method, method.exact_target()
@@ -116,18 +116,16 @@ class _Watch:
                 self.bars.setdefault(seen.layer, []).append(rank)
         self.now.append(split[2])
 
-    def next(self) -> None:
-        """The document is over."""
+    def end_document(self) -> None:
+        """Keep the mean error of the calls since the last document."""
         self.totals.append(sum(self.now) / len(self.now) if self.now else 0.0)
         self.now = []
 
     def layers(self) -> tuple[LayerError, ...]:
+        """Return the means over all calls of each layer."""
         means = {name: [sum(x) / len(x) for x in zip(*calls, strict=True)] for name, calls in self.found.items()}
         bars = {name: sum(found) / len(found) for name, found in self.bars.items()}
         return tuple(
             LayerError(name, *mean[:3], heads=tuple(mean[3:]), bar=bars.get(name))  # type: ignore[misc]
             for name, mean in means.items()
         )
-
-    def documents(self) -> tuple[float, ...]:
-        return tuple(self.totals)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.models import Subject
-from sparing.transformers.watch import Seen, rehearse, swapped
+from sparing.transformers.watch import record_calls, swapped
 from sparing.workbench.calls import exact_side, method_side, samples_values
 from sparing.workbench.memory import peak_extra_bytes
 from sparing.workbench.timing import Interval, interval, speed_ratio
@@ -44,9 +44,7 @@ def seconds(
     method = _method(what)
     if method.oracle:
         return Seconds(None, None, _alone(lambda: subject.run(ids)), None, None)
-    seen: list[Seen] = []
-    with rehearse(subject.model, method, seen.append, seed=seed):
-        subject.run(ids)
+    seen = record_calls(subject.model, method, lambda: subject.run(ids), seed=seed)
     found = None
     if seen:
         middle = seen[len(seen) // 2]

@@ -16,9 +16,9 @@ from sparing.store import Cell, Store
 from sparing.transformers.watch import Seen
 from sparing.workbench.calls import middle_calls
 from sparing.workbench.cells import measured
-from sparing.workbench.comparison.crossover import LENGTHS, PATIENCE, Point, race_at
 from sparing.workbench.comparison.maps import Map, can_draw, maps
 from sparing.workbench.comparison.quality import quality
+from sparing.workbench.comparison.races import LENGTHS, PATIENCE, Point, race_at
 from sparing.workbench.comparison.seconds import seconds
 from sparing.workbench.prepare import Prepared, Source, fetched
 from sparing.workbench.timing import Interval, threads

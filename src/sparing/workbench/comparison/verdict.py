@@ -11,13 +11,14 @@ from typing import Any
 from sparing.contract import method as _method
 from sparing.from_json import build, parse
 from sparing.store import add_checksum, verify_checksum
-from sparing.workbench.comparison.crossover import MARGIN, Point, crossover
 from sparing.workbench.comparison.maps import Map
 from sparing.workbench.comparison.quality import LayerError
+from sparing.workbench.comparison.races import Point
 from sparing.workbench.comparison.seconds import Seconds
+from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate, estimate
 from sparing.workbench.metrics import End, Metric, scores
-from sparing.workbench.timing import Interval
+from sparing.workbench.timing import MARGIN, Interval
 
 FORMAT = 1
 #: Words of a verdict.
@@ -144,7 +145,8 @@ def row_of(
     return Row(
         spec, verdict(spec, change, taken, tolerance), change=change, error=estimate(errors), substitution=substitution,
         approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"],
-        flops=_mean([part["flops"] for part in parts]), time=taken, points=points, crossover=crossover(points),
+        flops=_mean([part["flops"] for part in parts]), time=taken, points=points,
+        crossover=crossover([(each.length, each.ratio.median) for each in points], margin=MARGIN).tokens,
     )  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from sparing.contract import method as _method
 from sparing.models import Subject
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.calls import Side, exact_side, method_side, middle_calls, samples_values
-from sparing.workbench.comparison.crossover import MARGIN
 from sparing.workbench.memory import can_measure, peak_extra_bytes
 from sparing.workbench.planning.runs import running
-from sparing.workbench.timing import Interval, interval, race
+from sparing.workbench.timing import MARGIN, Interval, interval, race
 
 OBJECTIVES = ("time", "memory")
 _ROUNDS = 7  # of attention calls

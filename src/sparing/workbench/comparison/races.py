@@ -1,8 +1,7 @@
-"""From how many tokens on a method's attention call is faster than exact attention, on this machine."""
+"""Race the attention calls of methods against exact attention at growing lengths."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from sparing.workbench.timing import Interval, interval, race
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PATIENCE = 6.0
 _ROUNDS = 3
-MARGIN = 1.03  #: ratios below are as likely noise
 
 
 @dataclass(frozen=True)
@@ -58,26 +56,6 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
         return interval([a / b for a, b in zip(rival, taken[spec], strict=True)])
 
     return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values()))
-
-
-def crossover(points: Sequence[Point]) -> int | None:
-    """The length from which on the method is faster at all lengths that were raced; None if it never is.
-
-    Between two lengths the ratio is taken to follow a power of the length.
-
-    >>> crossover([Point(512, Interval(0.5, 0.5, 0.5)), Point(2048, Interval(2.0, 2.0, 2.0))])
-    1055
-    """
-    faster = [point.ratio.median > MARGIN for point in points]
-    if not faster or not faster[-1]:
-        return None
-    first = len(faster) - next((i for i, good in enumerate(reversed(faster)) if not good), len(faster))
-    if first == 0:
-        return points[0].length
-    below, above = points[first - 1], points[first]
-    logs = [math.log(point.ratio.median / MARGIN) for point in (below, above)]
-    share = -logs[0] / (logs[1] - logs[0])
-    return round(below.length * (above.length / below.length) ** share)
 
 
 def _joined(seen: Sequence[Seen], length: int) -> Seen:
