@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
         from sparing_lab.report import train as report
     from sparing_lab.figure import need_matplotlib
     from sparing_lab.training.config import Config, made, read
-    from sparing_lab.training.loop import Training, need_accelerate
+    from sparing_lab.training.loop import Training
+    from sparing_lab.training.processes import need_accelerate
 
     console = console_of()
     if options.list:

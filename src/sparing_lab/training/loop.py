@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from sparing.workbench.estimate import proportion
 from sparing.workbench.metrics import End, metrics_of
 from sparing_lab.tasks.batches import Batches
 from sparing_lab.tasks.trainable import Split, Task
-from sparing_lab.training import checkpoint
+from sparing_lab.training import checkpoint, processes
 from sparing_lab.training.config import Config
 from sparing_lab.training.objectives import Inputs, inputs_of, losses, model_for
 from sparing_lab.training.tuned import Tuned, export
@@ -87,10 +86,7 @@ class Training:
         tell: Callable[[str, int, int], None] | None = None,
         task: Task | None = None,
     ) -> None:
-        need_accelerate()
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-
+        processes.need_accelerate()
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None:
             read = {"data": config.data, "pretrained": config.pretrained}
@@ -107,13 +103,7 @@ class Training:
             raise ValueError(
                 f"batch={config.batch} is more than the {len(self.task.train)} examples of {self.task.name}"
             )
-        if AcceleratorState._shared_state and AcceleratorState().mixed_precision != config.precision:
-            AcceleratorState._reset_state()  # of an earlier run in this process
-        # Said outright: without a GPU, processes that a launcher started would else not find each other.
-        self.accelerator = Accelerator(mixed_precision=config.precision, cpu=not torch.accelerator.is_available())
-        if self.accelerator.num_processes > 1:
-            atexit.unregister(_leave_group)
-            atexit.register(_leave_group)
+        self.accelerator = processes.accelerator(config.precision)
         if (config.batch // config.accumulate) % self.accelerator.num_processes:
             raise ValueError(
                 f"batch={config.batch} in accumulate={config.accumulate} parts does not divide among "
@@ -125,7 +115,7 @@ class Training:
             [weight for weight in model.parameters() if weight.requires_grad], lr=config.highest, betas=(0.9, 0.999),
             eps=1e-6, weight_decay=config.decay,
         )  # fmt: skip
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = processes.prepare(self.accelerator, model, optimizer)
         self.batches = Batches(len(self.task.train), config.batch, seed=config.seed, lengths=self.task.train.lengths)
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
@@ -328,22 +318,6 @@ class Training:
         self.saved = self.step
         took = time.monotonic() - start
         self._due = start + took + max(_SAVED, 20 * took)
-
-
-def need_accelerate() -> None:
-    """Raise where it is missing, before anything is done."""
-    try:
-        import accelerate  # noqa: F401
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "accelerate is missing; run: pip install 'sparing[train]'", name="accelerate"
-        ) from None
-
-
-def _leave_group() -> None:
-    """Stop the threads that talk to other processes: one that still runs when its process ends aborts it."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _ends(scores: Tensor, targets: Tensor) -> list[End]:
