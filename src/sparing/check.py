@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparing.call import Call, Impl
 from sparing.contract import Method, Projection, Shape, Unsupported
-from sparing.draws import Draws
+from sparing.draws import Draws, check_seed
 from sparing.mask import FLOATS, Mask, read_mask
 from sparing.quarantine import LARGEST_SCALE
 
@@ -187,8 +187,7 @@ def _check_scalars(
         raise TypeError(f"scale={scale!r} must be a number or None")
     if scale is not None and not abs(scale) <= sys.float_info.max:
         raise ValueError(f"scale={scale if isinstance(scale, float) else 'an integer beyond 1e308'} must be finite")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed={seed!r} must be an integer or None")
+    check_seed(seed)
     if impl not in ("auto", "reference", "native"):
         raise ValueError(f"impl={impl!r} is not one of 'auto', 'reference', 'native'")
     if streams is not None:

@@ -36,8 +36,7 @@ def _value(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor 
     return value if weight is None else Projection(value, weight, bias)
 
 
-@torch.library.custom_op("sparing::attention", mutates_args=())
-def attention(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,13 +54,22 @@ def attention(
     impl: str,
     streams: Sequence[int] | None,
 ) -> Tensor:
-    """`sparing.attention` with its value taken apart and its seed in a tensor; not `seeded`: it was drawn."""
+    """Compute `sparing.attention` with its value taken apart and its seed in a tensor.
+
+    These arguments are those of both operators. seeded: whether the caller passed the seed; else it was drawn.
+    """
     out: Tensor = _compute(
         query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
         scale=scale, enable_gqa=enable_gqa, seed=int(seed), seeded=seeded, impl=impl, query_mask=query_mask,
         streams=streams,
     )  # fmt: skip
     return out.contiguous()
+
+
+attention = torch.library.custom_op("sparing::attention", _attend, mutates_args=())
+_ARGUMENTS = torch.library.infer_schema(_attend, mutates_args=()).removeprefix("(").partition(") -> ")[0]
+_LEAVES = 6  # the first arguments: query, key, value, weight, bias and attn_mask may need a gradient
+_TENSORS = 8  # and query_mask and seed, which need none
 
 
 @attention.register_fake
@@ -88,37 +96,19 @@ def _recording() -> Iterator[None]:
         yield
 
 
-@torch.library.custom_op("sparing::attention_backward", mutates_args=())
-def attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    attn_mask: Tensor | None,
-    query_mask: Tensor | None,
-    seed: Tensor,
-    needed: Sequence[bool],
-    seeded: bool,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    spec: str,
-    impl: str,
-    streams: Sequence[int] | None,
-) -> list[Tensor]:
-    """The gradients of the needed ones among query, key, value, weight, bias and attn_mask."""
-    given = (query, key, value, weight, bias, attn_mask)
-    leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(given, needed, strict=True)]
-    query, key, value, weight, bias, attn_mask = leaves  # type: ignore[assignment]
+@torch.library.custom_op(
+    "sparing::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, bool[] needed, {_ARGUMENTS}) -> Tensor[]",
+)
+def attention_backward(grad: Tensor, needed: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    """Return the gradients of the needed ones among query, key, value, weight, bias and attn_mask."""
+    given, others = arguments[:_LEAVES], arguments[_LEAVES:]
+    leaves: list[Any] = [
+        t if t is None else t.detach().requires_grad_(want) for t, want in zip(given, needed, strict=True)
+    ]
     with _recording():
-        out = _compute(
-            query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p,
-            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, seed=int(seed), seeded=seeded, impl=impl,
-            query_mask=query_mask, streams=streams,
-        )  # fmt: skip
+        out = _attend(*leaves, *others)
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
     # An operator's outputs share no memory with each other or with its inputs, and their strides are known beforehand.
@@ -129,20 +119,19 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad: Tensor, *others: Any) -> list[Tensor]:
-    given, needed = others[:6], others[8]
-    return [t.new_empty(t.shape) for t, want in zip(given, needed, strict=True) if want]
+def _(grad: Tensor, needed: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, want in zip(arguments[:_LEAVES], needed, strict=True) if want]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.settings = inputs[8:]
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.settings = inputs[_TENSORS:]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needed = list(ctx.needs_input_grad[:6])
-    found = iter(attention_backward(grad, *ctx.saved_tensors, needed, *ctx.settings))
-    return (*(next(found) if want else None for want in needed), *[None] * 10)
+    needed = list(ctx.needs_input_grad[:_LEAVES])
+    found = iter(attention_backward(grad, needed, *ctx.saved_tensors, *ctx.settings))
+    return tuple(next(found) if want else None for want in needed) + (None,) * (len(ctx.needs_input_grad) - _LEAVES)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -19,10 +19,17 @@ from torch import Tensor
 
 from sparing import native
 from sparing.native.random import random_bits, random_uniform
+from sparing.spec import shown
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def check_seed(seed: object, name: str = "seed") -> None:
+    """Refuse a seed that is neither an integer nor None. Integers of any size and sign are used modulo 2^64."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"{name}={shown(seed)} must be an integer or None; integers are used modulo 2^64")
 
 
 def _split(number: int) -> tuple[int, int]:

@@ -85,18 +85,18 @@ def attention(
     """
     shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
     query, key, value, attn_mask, _ = shaped
+    arguments: dict[str, Any] = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa, "impl": impl, "query_mask": query_mask, "streams": streams,
+    }  # fmt: skip
     if torch.compiler.is_compiling() and state is None and (spec := compiled.spec_of(method)) is not None:
         x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
         number = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor((seed + 2**63) % 2**64 - 2**63)
         out = compiled.attention(
-            query, key, x, weight, bias, attn_mask, query_mask, number, seeded=seed is not None, dropout_p=dropout_p,
-            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, spec=spec, impl=impl, streams=streams,
-        )  # fmt: skip
+            query, key, x, weight, bias, seed=number, seeded=seed is not None, spec=spec, **arguments
+        )
     else:
-        out = compute(
-            query, key, value, method, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa, seed=seed, impl=impl, query_mask=query_mask, streams=streams, state=state,
-        )  # fmt: skip
+        out = compute(query, key, value, method, seed=seed, state=state, **arguments)
     return shaped.restore(out)
 
 

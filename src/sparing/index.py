@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -12,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from sparing.call import Call, Past
 from sparing.contract import Method, Unsupported, list_methods
 from sparing.contract import method as _method
-from sparing.draws import Draws
+from sparing.draws import Draws, check_seed
 from sparing.functional import inspect, memory_errors_named
 from sparing.mask import Mask
 from sparing.quarantine import LARGEST_SCALE, is_moderate, limit_of, quarantine
@@ -55,8 +56,7 @@ class Index:
         if not self.method.supports.decode:
             able = ", ".join(name for name, cls in list_methods().items() if cls.supports.decode)
             raise Unsupported(f"method: {self.method.name} cannot continue a cache; methods that can: {able}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise TypeError(f"seed={seed!r} must be an integer or None")
+        check_seed(seed)
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
             raise TypeError(f"scale={scale!r} must be a number or None")
@@ -75,6 +75,10 @@ class Index:
         self._keep: Tensor | None = None  # (B, length) which keys are valid; None: all
         self._past: Past | None = None
         self._odd = False  # whether a key or value was not finite, or large, be it padding
+
+    def __copy__(self) -> Index:
+        """Return an independent copy, as `copy.deepcopy` does: a step writes to what the index keeps, in place."""
+        return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         return f"Index({str(self.method)!r}, seed={self.seed}): {self.length} positions, batch of {self._batch}"

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import sparing
 from sparing.draws import Draws, fold, philox
 
 # Philox4x32-10: counter, key, result. The last one holds digits of pi.
@@ -222,3 +223,25 @@ def test_fold_gives_one_seed_per_part():
     assert fold(5, 1) != fold(6, 1)
     assert fold(5) == 5
     assert fold(0, 2**32) != fold(0, 0)
+
+
+@pytest.mark.parametrize("bad", [True, 1.5, "3"])
+def test_every_door_refuses_the_same_seeds_in_the_same_words(bad):
+    q = torch.randn(1, 1, 4, 8)
+    for use in (
+        lambda: sparing.attention(q, q, q, seed=bad),
+        lambda: sparing.Index("window", seed=bad),
+        lambda: sparing.nn.MultiheadAttention(8, 1, seed=bad),
+        lambda: sparing.Recipe({}, seed=bad),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"seed={bad!r} must be an integer or None; integers are used modulo 2\^64"
+        ):
+            use()
+
+
+def test_seeds_of_any_size_are_used_modulo_two_to_the_64():
+    q = torch.randn(1, 1, 40, 8)
+    wanted = sparing.attention(q, q, q, method="yoso(hashes=2)", seed=7)
+    for seed in (7 + 2**64, 7 - 2**64, 7 + 2**70):
+        assert torch.equal(sparing.attention(q, q, q, method="yoso(hashes=2)", seed=seed), wanted)

@@ -86,3 +86,14 @@ def test_a_copy_made_in_inference_mode_leaves_the_original_alone():
         other.attention(*x.part(70, 95))
     assert (index.length, other.length) == (70, 95)
     assert torch.equal(index.attention(*x.part(70, 95)), wanted)
+
+
+def test_a_plain_copy_is_independent_of_the_original():
+    x, index = sequence(batch=2), sparing.Index(MULTIPOLE, seed=3)
+    index.attention(*x.part(0, 70))
+    wanted = copy.deepcopy(index).attention(*x.part(70, 95))
+    other = copy.copy(index)
+    other.attention(*sequence(batch=2, seed=5).part(70, 95))
+    other.reset()
+    assert index.length == 70
+    assert torch.equal(index.attention(*x.part(70, 95)), wanted)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
+from sparing.draws import check_seed
 from sparing.functional import attention
 from sparing.mask import hides
 
@@ -66,8 +67,7 @@ class MultiheadAttention(nn.Module):
         self.method = _method(method)
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise ValueError(f"dropout={dropout!r} must be a number from 0 to 1")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise TypeError(f"seed={seed!r} must be an integer or None")
+        check_seed(seed)
         if dropout > 0 and not self.method.supports.dropout:
             raise Unsupported(f"{self.method.name} has no attention dropout; set dropout=0.0 (got {dropout})")
         if (add_bias_kv or add_zero_attn) and self.method.supports.projection:

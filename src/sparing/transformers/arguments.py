@@ -12,6 +12,7 @@ from torch import nn
 
 from sparing.contract import Method, Unsupported
 from sparing.contract import method as _method
+from sparing.draws import check_seed
 from sparing.spec import shown
 from sparing.transformers.find import AttentionLayer, base_name
 from sparing.transformers.recipe import WHEN, Recipe, is_path
@@ -34,8 +35,7 @@ def read_arguments(
         what = Recipe.of_config(getattr(model, "config", None))
         if what is None:
             raise ValueError("what: the model's config holds no recipe; pass a method, such as 'window(size=256)'")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed={seed!r} must be an integer or None")
+    check_seed(seed)
     if when is not None and when not in WHEN:
         raise ValueError(f"when={when!r} is not one of {', '.join(map(repr, WHEN))}")
     exact: dict[int, str] = {}

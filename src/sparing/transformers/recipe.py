@@ -13,6 +13,7 @@ from typing import Any
 
 from sparing.contract import Method
 from sparing.contract import method as _method
+from sparing.draws import check_seed
 from sparing.from_json import parse, read_text
 from sparing.spec import shown
 from sparing.store import Damaged, add_checksum, verify_checksum, write_files
@@ -55,8 +56,7 @@ class Recipe:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"recipe: layers[{shown(name)}]: {error}") from None
         for seed in self._values("seed"):
-            if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-                raise TypeError(f"recipe: seed={shown(seed)} must be an integer or None")
+            check_seed(seed, "recipe: seed")
         for when in self._values("when"):
             if when not in WHEN:
                 raise ValueError(f"recipe: when={shown(when)} is not one of {', '.join(map(repr, WHEN))}")
