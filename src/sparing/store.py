@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from sparing.from_json import parse
 
 Cell = Mapping[str, Any]  #: what tells a measurement from all others; JSON
+Check = Callable[[Cell, Any], object]  #: raises ValueError where a kept result is not one of this cell
 FORMAT = 2  #: of kept results; those of format 1 had no checksum, and are measured again
 CHECKSUM = "sha256"  #: the entry of a JSON object that holds the checksum of all others
 _SEAL = b"\nsparing sha256 "  # before the checksum at the end of a file that is not JSON
@@ -171,8 +172,8 @@ class Store:
         else:
             _remove_stale(self.folder, r"[0-9a-f]{32}\.json")
 
-    def get(self, cell: Cell) -> Any:
-        """Return what was measured, or None: nothing was, or the file is not what was written."""
+    def get(self, cell: Cell, check: Check = lambda cell, result: None) -> Any:
+        """Return the kept result of a cell, or None if there is none, or if it is damaged or fails the check."""
         if self.folder is None:
             return None
         path = self._path(cell)
@@ -181,8 +182,9 @@ class Store:
             if not isinstance(held, dict) or held.get("format") != FORMAT or CHECKSUM not in held:
                 raise Damaged
             held = verify_checksum(held)
-            if held["cell"] != json.loads(_plain(cell)):
+            if held.get("cell") != json.loads(_plain(cell)) or "result" not in held:
                 raise Damaged
+            check(cell, held["result"])
             return held["result"]
         except FileNotFoundError:
             return None

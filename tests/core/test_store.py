@@ -92,6 +92,8 @@ def without(*names):
         without("cell"), without("format"), without("sha256"), without("sha256", "format"), changed("format", 3),
         changed("cell", {"number": 13}), changed("sha256", None), changed("result", 1),
         lambda text: json.dumps(add_checksum({"format": 2, "cell": {"number": 13}, "result": 1})),
+        lambda text: json.dumps(add_checksum({"format": 2, "cell": CELL})),
+        lambda text: json.dumps(add_checksum({"format": 2, "result": 1})),
         lambda text: json.dumps({"cell": CELL, "result": 1}),
     ],
 )  # fmt: skip

@@ -1,12 +1,17 @@
 """Work in pieces: what is finished stays finished, and everybody finds the same."""
 
+import json
 import math
 
 import pytest
 
-from sparing.store import Store
+from sparing.store import Store, StoreWarning, add_checksum, verify_checksum
 from sparing.workbench.cells import measured
+from sparing.workbench.comparison.compare import compare
+from sparing.workbench.comparison.seconds import Seconds
 from sparing.workbench.estimate import estimate, student
+from sparing.workbench.planning.plan import plan
+from sparing.workbench.timing import Interval
 
 CELLS = [{"what": "square", "number": i} for i in range(6)]
 
@@ -78,3 +83,47 @@ def test_what_has_no_interval():
     assert estimate([3.0, 3.0]).high == 3.0
     with pytest.raises(ValueError, match="no mean of nothing"):
         estimate([])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layers": []},
+        {"refused": 3},
+        [1, 2],
+        "text",
+        {"ratios": {"window(size=4)": [1.0]}, "seconds": 0.1},
+        {"ratios": {}, "seconds": "long"},
+        [{"layer": "a"}],
+        {"embedding": 3},
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "plan"])
+def test_a_kept_result_of_another_shape_is_measured_again(command, other, tmp_path, monkeypatch):
+    """The checksums are right: an older version, or a person, wrote the content."""
+    from sparing.workbench.comparison import sweep
+    from sparing.workbench.planning import clock
+    from tests.support.small_models import TEXTS, subject
+
+    same = Interval(1.5, 1.5, 1.5)
+    monkeypatch.setattr(sweep, "seconds", lambda *args, **options: Seconds(same, same, 1.0, 2, 3))
+    monkeypatch.setattr(sweep, "race_at", lambda seen, specs, length: (dict.fromkeys(specs, same), 9.0))
+    monkeypatch.setattr(clock, "call_gains", lambda subject, ids, specs, objective: dict.fromkeys(specs, same))
+    monkeypatch.setattr(clock, "model_gain", lambda *args: same)
+
+    def run(cache):
+        if command == "compare":
+            return compare(subject(), TEXTS[:3], methods=["window(size=4)"], length=30, jobs=1, cache=cache, batch=1)
+        options = {"tolerance": 0.5, "coverage": 0.3, "confidence": 0.5, "length": 30, "jobs": 1}
+        return plan(subject(), TEXTS, methods=["window(size=4)"], cache=cache, **options)
+
+    whole = run(tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    kinds = {json.loads(text)["cell"]["what"] for text in kept.values()}
+    assert kinds == ({"quality", "seconds", "race", "map"} if command == "compare" else {"calls", "gain", "output"})
+    for path, text in kept.items():
+        held = verify_checksum(json.loads(text))
+        path.write_text(json.dumps(add_checksum({**held, "result": other})))
+    with pytest.warns(StoreWarning, match="such results are measured again"):
+        assert run(tmp_path) == whole
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == kept

@@ -1,4 +1,4 @@
-"""Long work in pieces: what was measured is kept, so that a run that was stopped resumes."""
+"""Long measurements in cells: each result is kept, so that a run that was stopped resumes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparing.store import Cell, Store
+from sparing.store import Cell, Check, Store
 
 
 def measured(
@@ -14,16 +14,18 @@ def measured(
     work: Callable[[Cell], Any],
     store: Store,
     *,
+    check: Check = lambda cell, result: None,
     jobs: int = 1,
     backend: str | None = None,
     done: Callable[[Cell, bool], None] = lambda cell, again: None,
 ) -> list[Any]:
-    """The results of all cells, in their order; each is kept as soon as it is there.
+    """Return the results of all cells, in their order. Each is kept as soon as it is measured.
 
-    jobs, backend: of joblib. Where `backend` names a cluster that joblib knows ("dask", "ray"), its workers do the
-    work. done: is told of every cell that is finished, and whether it was known from before.
+    check: raises ValueError for a kept result that `work` would not return; its cell is measured again.
+    jobs, backend: as in joblib. The workers of a cluster do the work where `backend` names one ("dask", "ray").
+    done: is called for each finished cell, and told whether its result was kept from an earlier run.
     """
-    found = {number: store.get(cell) for number, cell in enumerate(cells)}
+    found = {number: store.get(cell, check) for number, cell in enumerate(cells)}
     for number, cell in enumerate(cells):
         if found[number] is not None:
             done(cell, True)
@@ -35,6 +37,11 @@ def measured(
     return [json.loads(json.dumps(found[number])) for number in range(len(cells))]
 
 
+def is_refusal(result: Any) -> bool:
+    """Return whether the result of a cell says that its method is refused, and why."""
+    return isinstance(result, dict) and result.keys() == {"refused"} and isinstance(result["refused"], str)
+
+
 def _results(
     numbers: Sequence[int], cells: Sequence[Cell], work: Callable[[Cell], Any], jobs: int, backend: str | None
 ) -> Iterator[tuple[int, Any]]:
@@ -44,7 +51,7 @@ def _results(
         return
     from joblib import Parallel, delayed, parallel_config
 
-    # A cluster has as many workers as it has.
+    # The number of a cluster's workers is not ours to set.
     with parallel_config(backend=backend or "loky", n_jobs=-1 if backend in ("dask", "ray") else jobs):
         yield from Parallel(return_as="generator_unordered")(
             delayed(_numbered)(number, work, cell) for number, cell in zip(numbers, cells, strict=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparing.from_json import build
 from sparing.models import Subject
 
 Digest = dict[str, Any]  #: of one document's output; numbers and lists of them, so that JSON keeps it to the bit
@@ -26,6 +28,35 @@ def digest(subject: Subject, ids: Tensor, output: Any, *, item: int = 0) -> Dige
         return {"loss": loss, "next": logits.argmax(-1).tolist()}
     apart = getattr(subject.model.config, "problem_type", None) == "multi_label_classification"
     return {"logits": output.logits[item].double().tolist(), "apart": apart}
+
+
+@dataclass(frozen=True)
+class _EncoderDigest:
+    embedding: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _LanguageModelDigest:
+    loss: float
+    next: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _ClassifierDigest:
+    logits: tuple[float, ...]
+    apart: Any
+
+
+_DIGESTS: dict[str, type[_EncoderDigest | _LanguageModelDigest | _ClassifierDigest]] = {
+    "encoder": _EncoderDigest,
+    "language model": _LanguageModelDigest,
+    "classifier": _ClassifierDigest,
+}
+
+
+def check_digest(kind: str, kept: Any) -> None:
+    """Raise ValueError where `kept` is not a digest of this kind of model."""
+    build(_DIGESTS[kind], kept)
 
 
 def embedding(kept: Digest) -> Tensor:

@@ -78,13 +78,21 @@ def run(
         progress(_words(study, cell["cell"]), done, len(cells))
 
     progress(study.name, 0, len(cells))
-    results = measured(cells, work, store, done=tell)
+    results = measured(cells, work, store, check=_check, done=tell)
     rows: list[Row] = []
     for cell, result in zip(given, results, strict=True):
         found = result["found"] if isinstance(result["found"], list) else [result["found"]]
         rows += [{**cell, **each} for each in found]
     judgements = {claim.key: claim.judge(rows) for claim in study.claims}
     return Outcome(study, settings, tuple(rows), judgements, sum(result["seconds"] for result in results), here)
+
+
+def _check(cell: Cell, result: Any) -> None:
+    """Raise ValueError for a kept result without its rows or its time."""
+    found = result.get("found") if isinstance(result, dict) else None
+    rows = found if isinstance(found, list) else [found]
+    if not all(isinstance(row, dict) for row in rows) or not isinstance(result.get("seconds"), float):
+        raise ValueError("a result must hold rows under 'found' and 'seconds'")
 
 
 def write(outcome: Outcome, folder: Path) -> list[Path]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from sparing.contract import Unsupported
 from sparing.contract import method as _method
+from sparing.from_json import build
 from sparing.models import Subject
 from sparing.store import Cell, Store
 from sparing.transformers.watch import Seen
 from sparing.workbench.calls import middle_calls
-from sparing.workbench.cells import measured
+from sparing.workbench.cells import is_refusal, measured
 from sparing.workbench.comparison.maps import Map, can_draw, maps
-from sparing.workbench.comparison.quality import quality
+from sparing.workbench.comparison.quality import Quality, quality
 from sparing.workbench.comparison.races import LENGTHS, PATIENCE, Point, race_at
-from sparing.workbench.comparison.seconds import seconds
+from sparing.workbench.comparison.seconds import Seconds, seconds
 from sparing.workbench.prepare import Prepared, Source, fetched
 from sparing.workbench.timing import Interval, threads
 
@@ -69,7 +70,7 @@ class Sweep:
         source: Source = self.given.source if jobs > 1 or backend is not None else self.given.subject
         work = functools.partial(_quality, source, self.given.rows, self.given.pairs, self.given.types)
         found: Found = {spec: [] for spec in self.specs}
-        parts = measured(cells, work, self.store, jobs=jobs, backend=backend, done=self._tell)
+        parts = measured(cells, work, self.store, check=_check_quality, jobs=jobs, backend=backend, done=self._tell)
         for cell, part in zip(cells, parts, strict=True):
             found[cell["method"]].append(part)
         return found
@@ -101,7 +102,7 @@ class Sweep:
             }
             for spec in self.specs
         ]
-        found = measured(cells, self._seconds, self.store, done=self._tell)
+        found = measured(cells, self._seconds, self.store, check=_check_seconds, done=self._tell)
         return dict(zip(self.specs, found, strict=True))
 
     def _seconds(self, cell: Cell) -> dict[str, Any]:
@@ -122,11 +123,12 @@ class Sweep:
         for length in LENGTHS if racers else ():
             cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
             race = functools.partial(self._race, racers, length, seen)
-            (part,) = measured([cell], race, self.store, done=self._tell)
-            for spec, ratio in part["ratios"].items():
+            (part,) = measured([cell], race, self.store, check=_check_race, done=self._tell)
+            raced = build(_Race, part)
+            for spec, ratio in raced.ratios.items():
                 if ratio is not None:
-                    found[spec].append(Point(length, Interval(*ratio)))
-            if part["seconds"] > PATIENCE / 4:  # the next length takes up to four times as long
+                    found[spec].append(Point(length, ratio))
+            if raced.seconds > PATIENCE / 4:  # the next length takes up to four times as long
                 break
         return {spec: tuple(points) for spec, points in found.items()}
 
@@ -152,7 +154,8 @@ class Sweep:
             {"what": "map", **self.of, "method": spec, "heads": [list(each) for each in heads]}
             for spec in dict.fromkeys(["exact", *drawable])
         ]
-        parts = measured(cells, functools.partial(_maps, self.given.subject, self.given.rows[0], heads), self.store)
+        work = functools.partial(_maps, self.given.subject, self.given.rows[0], heads)
+        parts = measured(cells, work, self.store, check=_check_maps)
         return tuple(Map(**each) for part in parts for each in part)
 
     def _tell(self, cell: Cell, again: bool) -> None:
@@ -160,6 +163,36 @@ class Sweep:
         self.progress(
             f"{cell.get('method', cell.get('length'))}: {cell['what']}", self.done, max(self.steps, self.done)
         )
+
+
+@dataclass(frozen=True)
+class _Race:
+    """What is kept of a race at one length."""
+
+    ratios: dict[str, Interval | None]  #: time of SDPA / time of the method; None where it cannot run
+    seconds: float  #: of a quiet round
+
+
+def _check_quality(cell: Cell, result: Any) -> None:
+    if not is_refusal(result):
+        found = build(Quality, result)
+        if not len(found.ends) == len(found.errors) == cell["documents"]:
+            raise ValueError(f"ends and errors must be of {cell['documents']} documents")
+
+
+def _check_seconds(cell: Cell, result: Any) -> None:
+    if not is_refusal(result):
+        build(Seconds, result)
+
+
+def _check_race(cell: Cell, result: Any) -> None:
+    if not build(_Race, result).ratios.keys() <= set(cell["methods"]):
+        raise ValueError("ratios must be of the methods that were raced")
+
+
+def _check_maps(cell: Cell, result: Any) -> None:
+    if not isinstance(result, list) or not all(build(Map, each).is_whole() for each in result):
+        raise ValueError("maps must be a list of whole pictures")
 
 
 def fragile(found: Found) -> list[tuple[str, int, int]]:

@@ -23,9 +23,9 @@ from sparing.models import Subject
 from sparing.store import Cell, Store
 from sparing.transformers.handle import approximate
 from sparing.transformers.recipe import Recipe
-from sparing.workbench.cells import measured
+from sparing.workbench.cells import is_refusal, measured
 from sparing.workbench.metrics import Metric
-from sparing.workbench.outputs import END_OF, Digest, digest
+from sparing.workbench.outputs import END_OF, Digest, check_digest, digest
 from sparing.workbench.prepare import Prepared, Source, fetched, fingerprint
 from sparing.workbench.timing import threads
 
@@ -71,8 +71,15 @@ class Runs:
     def _run(self, cells: Sequence[Cell]) -> None:
         missing = {_key(cell): cell for cell in cells if _key(cell) not in self.known}
         work = functools.partial(_output, self.where, self.rows, self.blank)
-        found = measured(list(missing.values()), work, self.store, jobs=self.jobs, done=lambda cell, again: self.tell())
+        found = measured(
+            list(missing.values()), work, self.store, check=self._check, jobs=self.jobs,
+            done=lambda cell, again: self.tell(),
+        )  # fmt: skip
         self.known.update(zip(missing, found, strict=True))
+
+    def _check(self, cell: Cell, result: Any) -> None:
+        if not is_refusal(result):
+            check_digest(self.given.subject.kind, result)
 
     def _cell(self, layers: Mapping[str, str], document: str) -> Cell:
         draws = any(_method(spec).supports.stochastic for spec in layers.values())

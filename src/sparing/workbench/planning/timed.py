@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparing.store import Cell, Store
+from sparing.from_json import build
+from sparing.store import Cell, Check, Store
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.cells import measured
 from sparing.workbench.planning import clock
@@ -37,6 +38,7 @@ class Timed:
         found = self._kept(
             {"what": "calls", **self.of, "methods": list(specs)},
             lambda: clock.call_gains(self.subject, self.ids, specs, self.objective),
+            _check_calls,
         )
         return {spec: None if found[spec] is None else Interval(*found[spec]) for spec in specs}
 
@@ -45,11 +47,23 @@ class Timed:
         recipe = replace(self.blank, layers=dict(layers))
         cell = {"what": "gain", **self.of, "layers": dict(layers), "seed": recipe.seed, "rounds": self.rounds}
         found = self._kept(
-            cell, lambda: clock.model_gain(self.subject, self.ids, recipe, self.objective, self.rounds)
-        )  # fmt: skip
+            cell, lambda: clock.model_gain(self.subject, self.ids, recipe, self.objective, self.rounds), _check_gain
+        )
         return Interval(*found)
 
-    def _kept(self, cell: Cell, measure: Callable[[], Any]) -> Any:
-        (found,) = measured([cell], lambda cell: measure(), self.store)
+    def _kept(self, cell: Cell, measure: Callable[[], Any], check: Check) -> Any:
+        (found,) = measured([cell], lambda cell: measure(), self.store, check=check)
         self.tell()
         return found
+
+
+def _check_calls(cell: Cell, result: Any) -> None:
+    if not isinstance(result, dict) or set(result) != set(cell["methods"]):
+        raise ValueError("gains must be of the methods that were raced")
+    for gain in result.values():
+        if gain is not None:
+            build(Interval, gain)
+
+
+def _check_gain(cell: Cell, result: Any) -> None:
+    build(Interval, result)
