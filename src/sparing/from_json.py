@@ -129,20 +129,25 @@ def _value(kind: Any, held: Any, name: str) -> Any:
         return held
     if kind is float:
         return _number(held, name)
+    if kind is bool or origin is typing.Literal:
+        allowed = (False, True) if kind is bool else inner
+        if not any(held is each or (type(held) is type(each) is str and held == each) for each in allowed):
+            raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, not {_short(held)}")
+        return held
     if kind in (int, str):
         if type(held) is not kind or (kind is int and abs(held) > _LARGEST):
             words = "a text" if kind is str else "an integer below 2^63"
             raise ValueError(f"{name} must be {words}, not {_short(held)}")
         return held
-    if origin is tuple:
+    if origin in (tuple, list):
         if not isinstance(held, list):
             raise ValueError(f"{name} must be a list, not {_short(held)}")
-        return tuple(_value(inner[0], each, f"{name}[{number}]") for number, each in enumerate(held))
+        return origin(_value(inner[0], each, f"{name}[{number}]") for number, each in enumerate(held))
     if origin is dict:
         if not isinstance(held, dict):
             raise ValueError(f"{name} must be an object, not {_short(held)}")
         return {key: _value(inner[1], each, f"{name}[{_short(key)}]") for key, each in held.items()}
-    return build(kind, held, name)
+    return held if isinstance(held, kind) else build(kind, held, name)
 
 
 def _number(held: Any, name: str) -> float:

@@ -31,7 +31,7 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     held = json.loads(out.read_text())
     assert held["rows"][0]["method"] == "window(size=8)"
     assert len(list(cache.iterdir())) == 10, "three methods: errors and times; maps of three and of exact attention"
-    assert main(["report", str(out), "--layers"]) == 0
+    assert main(["show", str(out), "--layers"]) == 0
     assert capsys.readouterr().out == text, "the same from the file"
 
 
@@ -105,23 +105,23 @@ def test_a_recipe_is_shown(capsys, tmp_path):
         assert word in out
 
 
-@pytest.mark.parametrize("command", ["show", "report"])
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (None, "no file"),
-        ("{", "not"),
+        ("{", "is not JSON"),
+        ("{}", "not of a kind that sparing show opens: comparison, plan, benchmark, recipe"),
         ("[]", "JSON object"),
         ('{"format": 99, "version": 99, "layers": {}}', "not known"),
         ("[" * 100_000, "nested more than 64 levels deep"),
         ("9" * 10_000, "an integer of thousands of digits"),
     ],
 )
-def test_files_that_are_none_of_ours_are_named(command, text, words, capsys, tmp_path):
+def test_files_that_are_none_of_ours_are_named(text, words, capsys, tmp_path):
     path = tmp_path / "x.json"
     if text is not None:
         path.write_text(text)
-    assert main([command, str(path)]) == 2
+    assert main(["show", str(path)]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert "x.json" in err
@@ -131,8 +131,7 @@ def test_files_that_are_none_of_ours_are_named(command, text, words, capsys, tmp
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["report"], "result: {!r} is a folder; name a JSON file, as compare --json writes it"),
-        (["show"], "recipe: {!r} is a folder; name a JSON file, as sparing.Recipe saves it"),
+        (["show"], "file: {!r} is a folder; name a JSON file, as the commands of sparing write it"),
         (["train", "--config"], "config: {!r} is a folder; name a JSON file, such as the config.json of a run"),
     ],
 )
@@ -141,7 +140,7 @@ def test_a_folder_in_place_of_a_json_file_is_named(command, said, capsys, tmp_pa
     assert capsys.readouterr().err == f"sparing {command[0]}: {said.format(str(tmp_path))}\n"
 
 
-@pytest.mark.parametrize("command", [["report"], ["show"], ["train", "--config"]])
+@pytest.mark.parametrize("command", [["show"], ["train", "--config"]])
 def test_a_json_file_that_cannot_be_read_is_named(command, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "x.json"
@@ -149,10 +148,10 @@ def test_a_json_file_that_cannot_be_read_is_named(command, capsys, tmp_path):
     assert f"{str(path)!r} cannot be read (Not a directory); name a JSON file, " in capsys.readouterr().err
 
 
-def test_a_report_that_lacks_something_is_named(capsys, tmp_path):
+def test_a_comparison_that_lacks_something_is_named(capsys, tmp_path):
     path = tmp_path / "x.json"
-    path.write_text('{"format": 1, "rows": [{"method": "window"}]}')
-    assert main(["report", str(path)]) == 2
+    path.write_text('{"format": 1, "summary": "", "rows": [{"method": "window"}]}')
+    assert main(["show", str(path)]) == 2
     assert "is not a comparison as sparing writes it: it has no 'model', 'kind'" in capsys.readouterr().err
 
 
@@ -195,10 +194,10 @@ def test_what_nobody_expected_is_one_line_too(capsys, monkeypatch, tmp_path):
         raise KeyError("a mistake of ours\n")
 
     (tmp_path / "x.json").write_text("{}")
-    monkeypatch.setattr("sparing.workbench.comparison.verdict.Comparison.from_json", broken)
-    assert main(["report", str(tmp_path / "x.json")]) == 2
-    assert capsys.readouterr().err.startswith("sparing report: KeyError: ")
+    monkeypatch.setattr("sparing.cli.show.parse", broken)
+    assert main(["show", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.startswith("sparing show: KeyError: ")
     with pytest.raises(KeyError):
-        main(["report", str(tmp_path / "x.json"), "--debug"])
+        main(["show", str(tmp_path / "x.json"), "--debug"])
     assert main(["plan", "-o", str(tmp_path / "recipe")]) == 2
     assert "a recipe is a .json file" in capsys.readouterr().err

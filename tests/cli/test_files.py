@@ -75,7 +75,7 @@ DATA = ["compare", "./m", "--data", "mine.txt"]
         (["compare", "./loop/m", "--html", "weights"], "--html=weights", "loop/m/model.safetensors", "model"),
         (["plan", "m", "-o", "hard.json"], "--output=hard.json", "m/config.json", "model"),
         (["plan", "--data", "found.json", "-o", "found.json"], "--output=found.json", "found.json", "--data"),
-        (["report", "found.json", "--html", "./found.json"], "--html=found.json", "found.json", "result"),
+        (["show", "found.json", "--html", "./found.json"], "--html=found.json", "found.json", "file"),
         (["train", "--config", "found.json", "--out", "run", "--data", "run/log.csv"], "--out=run/log.csv", "run/log.csv", "--data"),
         (["train", "causal", "--data", "run/config.json", "--out", "run"], "--out=run/config.json", "run/config.json", "--data"),
         (["train", "causal", "--config", "run/log.csv", "--out", "run"], "--out=run/log.csv", "run/log.csv", "--config"),
@@ -136,7 +136,7 @@ def test_standard_input_and_output_are_files_too(here):
     with open("mine.txt") as given, open("hard", "a") as out:
         found = run(["compare", "m", "--data", "-", "--json", "soft"], stdin=given, stdout=subprocess.DEVNULL)
         assert "--json=soft would overwrite the file on standard input, which --data reads" in found
-        found = run(["report", "found.json", "--html", "mine.txt"], stdout=out)
+        found = run(["show", "found.json", "--html", "mine.txt"], stdout=out)
         assert "standard output and --html=mine.txt would write the same file" in found
 
 
@@ -144,13 +144,13 @@ def test_a_new_file_beside_an_input_is_welcome(here, capsys):
     assert main([*DATA, *QUICK, "--no-cache", "--json", "m/new.json", "--html", "mine.html"]) == 0
     assert json.loads((here / "m" / "new.json").read_text())["data"] == "mine.txt"
     assert main([*DATA, *QUICK, "--no-cache", "--json", "m/new.json"]) == 2, "the folder of the model is read"
-    assert main(["report", "found.json", "--html", "mine.html"]) == 0
+    assert main(["show", "found.json", "--html", "mine.html"]) == 0
 
 
 def test_every_option_that_names_a_file_is_declared():
     """So that no command forgets to look: what is called FILE or FOLDER, or is known to name one, is read or written."""
     (commands,) = (each for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
-    others = {"model", "recipe", "result", "pretrained", "data", "out"}
+    others = {"model", "file", "pretrained", "data", "out"}
     for name, command in commands.choices.items():
         declared = {dest for _, dest in command.get_default("inputs") or ()}
         declared |= {output.dest for output in command.get_default("outputs") or ()}
@@ -187,12 +187,12 @@ ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0"}
 
 @pytest.mark.parametrize("more", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONCOERCECLOCALE": "0"}], ids=["strict", "C"])
 def test_a_locale_that_is_not_utf8_loses_nothing(here, more):
-    """Texts, a name of a file and the terminal's own limits, through compare, report, show and methods."""
+    """Texts, a name of a file and the terminal's own limits, through compare, show and methods."""
     (here / "Büro 東京.txt").write_text("\n".join(f"{text} ü 東" for text in TEXTS * 3), encoding="utf-8")
     sparing.Recipe({"*": "window(size=8)"}, about={"who": "Zoë 東"}).save(here / "recipe.json")
     commands = [
         ["compare", "m", "--data", "Büro 東京.txt", *QUICK, "--json", "Zoë.json", "--html", "Zoë.html", "--no-cache"],
-        ["report", "Zoë.json"], ["show", "recipe.json"], ["methods"],
+        ["show", "Zoë.json"], ["show", "recipe.json"], ["methods"],
     ]  # fmt: skip
     script = (
         "import json, os, sys\nfrom sparing.cli.main import main\n"

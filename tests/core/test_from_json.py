@@ -46,7 +46,7 @@ def test_a_value_of_a_wrong_type_is_named_or_shown(kind, tmp_path, capsys):
             continue
         for value in WRONG:
             target.write_text(json.dumps(with_part(path, value)))
-            status = main(["report", str(target), "--layers"])
+            status = main(["show", str(target), "--layers"])
             err = capsys.readouterr().err
             assert status == 0 or (err.count("\n") == 1 and "Error:" not in err and "found.json" in err), (
                 path,

@@ -155,7 +155,7 @@ def _tensors(path: Path) -> Any:
 KINDS = (
     Kind("kept result", _kept, lambda path: Store(path.parent).get(CELL)),
     Kind("recipe, through `show`", _recipe, lambda path: _command("show", str(path))),
-    Kind("comparison, through `report`", _comparison, lambda path: _command("report", str(path), "--layers")),
+    Kind("comparison, through `show`", _comparison, lambda path: _command("show", str(path), "--layers")),
     Kind("bench.json", _bench, read_json),
     Kind("checkpoint", _checkpoint, _tensors),
     Kind("config.json of a run", _settings, lambda path: made(read(path))),

@@ -198,7 +198,7 @@ def _documents(case: dict, folder: Path) -> None:
 def _results(case: dict, folder: Path) -> None:
     path = folder / "found.json"
     path.write_text(case["text"], encoding="utf-8", errors="surrogatepass")
-    _command(["report", str(path), "--layers"], "found.json", folder)
+    _command(["show", str(path), "--layers"], "found.json", folder)
     try:
         found = Comparison.from_json(path.read_text(encoding="utf-8"))
     except ValueError:

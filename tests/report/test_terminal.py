@@ -45,7 +45,7 @@ def hostile():
 def test_a_report_shows_hostile_text_as_text(hostile, tmp_path, capsys):
     path = tmp_path / "found.json"
     path.write_text(hostile.to_json())
-    assert main(["report", str(path), "--layers"]) == 0
+    assert main(["show", str(path), "--layers"]) == 0
     out = capsys.readouterr().out
     assert unsafe(out) == set()
     assert flat(out).count(flat(MARKUP)) >= 9, "summary, model, kind, data, machine, metric, methods and the refusal"
@@ -68,7 +68,7 @@ def test_a_recipe_shows_hostile_text_as_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["show", "{0}.json"], ["report", "{0}.json"], ["report", "good.json", "--html", "/no/{0}"], ["compare", "/{0}"],
+        ["show", "{0}.json"], ["show", "good.json", "--html", "/no/{0}"], ["compare", "/{0}"],
         ["compare", "--data", "{0}.txt"], ["plan", "-o", "{0}"], ["train", "--config", "{0}"], ["study", "{0}"],
         ["bench", "--methods", "{0}"], ["bench", "--lengths", "{0}"],
     ],
@@ -86,7 +86,7 @@ def test_errors_show_hostile_names_as_text_on_one_line(arguments, tmp_path, monk
 
 def test_words_that_are_not_understood_are_shown_as_text(capsys):
     with pytest.raises(SystemExit):
-        main(["report", "a.json", "b\x1b[31m.json"])
+        main(["show", "a.json", "b\x1b[31m.json"])
     err = capsys.readouterr().err
     assert unsafe(err) == set()
     assert r"b\x1b[31m.json" in err

@@ -13,7 +13,7 @@ from sparing.cli.options import (
     documents_of,
     needs_cli,
     progress_bar,
-    shown_and_written,
+    show_comparison,
 )
 
 BACKENDS = ("loky", "dask", "ray")
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             batch=options.batch, lengths=options.lengths, head=head, extend_positions=options.extend_positions,
             jobs=options.jobs, backend=backend, cache=cache_of(options), progress=progress,
         )  # fmt: skip
-    shown_and_written(found, options, console=console_of())
+    show_comparison(found, options, console=console_of())
     return 0
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
-from sparing.cli import bench, compare, lists, plan
+from sparing.cli import bench, compare, methods, plan, show
 from sparing.cli.files import check_files
 from sparing.report.printable import one_line
 from sparing.store import StoreWarning
@@ -27,12 +27,19 @@ class _Parser(argparse.ArgumentParser):
 
 #: Entry points of this group add commands: each names a function that takes the sub-parsers of argparse.
 GROUP = "sparing.commands"
+_OLD_COMMANDS = {"report": "this command is now: sparing show {}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one sub-command; errors of the user print one line and give status 2."""
     with _replacing(sys.stdout), _replacing(sys.stderr):
-        options = parser().parse_args(arguments)
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        if words and words[0] in _OLD_COMMANDS:
+            sys.stderr.write(
+                one_line(f"sparing {words[0]}: {_OLD_COMMANDS[words[0]].format(' '.join(words[1:]))}") + "\n"
+            )
+            return 2
+        options = parser().parse_args(words)
         with _one_line_warnings(options.command):
             return _run(options)
 
@@ -61,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--version", action="version", version=f"sparing {__version__}")
     commands = found.add_subparsers(dest="command", required=True)
-    for command in (compare, plan, bench, lists):
+    for command in (compare, plan, bench, methods, show):
         command.add(commands)
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         _add(entry, commands)

@@ -97,7 +97,7 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
     return None
 
 
-def shown_and_written(found: Comparison, options: argparse.Namespace, *, console: Terminal) -> None:
+def show_comparison(found: Comparison, options: argparse.Namespace, *, console: Terminal) -> None:
     """Print a comparison, and write it where --json and --html say: both files or none."""
     from sparing.report.table import show
     from sparing.store import write_files

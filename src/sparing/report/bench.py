@@ -41,10 +41,10 @@ def tables(bench: Bench) -> list[Table]:
 def head(bench: Bench) -> str:
     """What was measured, and where."""
     s, m = bench.settings, bench.machine
-    kernels = f"kernels: {m['instruction_set']}" if m["instruction_set"] else "no kernels: plain PyTorch"
+    kernels = f"kernels: {m['instruction_set']}" if m.get("instruction_set") else "no kernels: plain PyTorch"
     return (
-        f"batch {s.batch}, {s.heads} heads x {s.width}, float32, {s.threads} threads; {m['cpu']}, {m['cores']} cores, "
-        f"{kernels}, torch {m['torch']}\ninputs: {bench.inputs}\n"
+        f"batch {s.batch}, {s.heads} heads x {s.width}, float32, {s.threads} threads; "
+        f"{m.get('cpu')}, {m.get('cores')} cores, {kernels}, torch {m.get('torch')}\ninputs: {bench.inputs}\n"
     )
 
 

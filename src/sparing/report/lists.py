@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from sparing.contract import Method, Supports, list_methods
+from sparing.report.terminal import Terminal
 from sparing.transformers.recipe import Recipe
 
 LETTERS = {
@@ -47,6 +48,13 @@ def recipe_table(recipe: Recipe) -> Table:
     for name, spec in recipe.layers.items():
         table.add_row(name, spec, str(recipe.seed_of(name)), recipe.when_of(name))
     return table
+
+
+def show_recipe(recipe: Recipe, console: Terminal) -> None:
+    """Print what a recipe runs in which layer, and what it says about itself."""
+    console.print(recipe_table(recipe))
+    for name, value in recipe.about.items():
+        console.print(f"{name}: {value}".replace("\n", " "))  # a line of its own could pass for ours
 
 
 def _first_line(method: type[Method]) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from sparing.from_json import build, parse
+from sparing.report.kinds import Kind
 from sparing.report.terminal import Terminal
+from sparing.store import verify_checksum
 from sparing_lab.studies import NAMES, study
 from sparing_lab.studies.judges import Verdict
-from sparing_lab.studies.run import Outcome
+from sparing_lab.studies.run import FORMAT, Outcome
 from sparing_lab.studies.study import PAPERS, Settings, Study
+from sparing_lab.studies.tables import Table
 
 _COLOURS: dict[Verdict, str] = {"reproduces": "green", "same shape": "yellow", "does not": "red", "not run": "dim"}
 _HEAD = """# What the papers say, and what we find
@@ -54,29 +59,81 @@ def refuse_unused(studies: Sequence[Study], settings: Settings) -> None:
 
 def show(outcome: Outcome, *, console: Terminal) -> None:
     """Print the tables of a study, then its claims with verdicts."""
-    each = outcome.study
+    held = parse(outcome.to_json())
+    held.pop("format")
+    _show(outcome.study, outcome.study.tables(outcome.rows), build(SavedStudy, held), console)
+
+
+@dataclass(frozen=True)
+class SavedClaim:
+    """A claim with its verdict, as the JSON of a study holds it."""
+
+    key: str
+    where: str  #: in the paper
+    states: str
+    paper: str  #: its figures
+    criterion: str
+    ours: str  #: our figures
+    verdict: Verdict
+    question: Literal["ours", "paper"]  #: who asks it
+
+
+@dataclass(frozen=True)
+class SavedStudy:
+    """The JSON of a study, checked."""
+
+    study: str
+    scale: str
+    seconds: float
+    machine: dict[str, Any]
+    claims: tuple[SavedClaim, ...]
+    rows: tuple[dict[str, Any], ...]
+
+
+def _read(held: Mapping[str, Any]) -> tuple[SavedStudy, list[Table]]:
+    """Return a study from its parsed JSON, with the tables of its rows; a ValueError says what is wrong."""
+    held = verify_checksum(held)
+    if held.pop("format", None) != FORMAT:
+        raise ValueError(f"this format of a study is not known; this sparing reads {FORMAT}")
+    found = build(SavedStudy, held)
+    if found.study not in NAMES:
+        raise ValueError(f"there is no study {found.study[:40]!r}; there are {', '.join(NAMES)}")
+    try:
+        return found, list(study(found.study).tables(found.rows))
+    except Exception as error:  # the study relies on rows that it measured itself
+        raise ValueError(f"rows are not those of {found.study} ({type(error).__name__}: {str(error)[:100]})") from None
+
+
+def _show(each: Study, tables: Sequence[Table], found: SavedStudy, console: Terminal) -> None:
     console.print(f"{each.name}: {each.title} ({each.where})", style="bold")
-    for found in each.tables(outcome.rows):
-        table = _table(title=found.title)
-        for number, column in enumerate(found.columns):
+    for one in tables:
+        table = _table(title=one.title)
+        for number, column in enumerate(one.columns):
             table.add_column(column, justify="left" if number == 0 else "right")
-        for row in found.rows:
+        for row in one.rows:
             table.add_row(*row)
         console.print(table)
         console.print()
     claims = RichTable.grid(padding=(0, 2, 0, 0))
     claims.add_column(no_wrap=True)
     claims.add_column()
-    for claim in each.claims:
-        judgement = outcome.judgements[claim.key]
-        where = "our question" if claim.ours else claim.where
+    for claim in found.claims:
+        where = "our question" if claim.question == "ours" else claim.where
         lines = (
-            f"{claim.states} ({where})", f"paper: {claim.paper}", f"ours: {judgement.ours}",
+            f"{claim.states} ({where})", f"paper: {claim.paper}", f"ours: {claim.ours}",
             f"criterion: {claim.criterion}",
         )  # fmt: skip
-        claims.add_row(Text(judgement.verdict, style=_COLOURS[judgement.verdict]), "\n".join(lines))
+        claims.add_row(Text(claim.verdict, style=_COLOURS[claim.verdict]), "\n".join(lines))
     console.print(claims)
-    console.print(f"{outcome.seconds:.0f} s of work", style="dim")
+    console.print(f"{found.seconds:.0f} s of work", style="dim")
+
+
+KIND = Kind(  #: for `sparing show`
+    "study",
+    ("study", "claims"),
+    _read,
+    lambda saved, console: _show(study(saved[0].study), saved[1], saved[0], console),
+)
 
 
 def show_all(outcomes: Sequence[Outcome], *, console: Terminal) -> None:

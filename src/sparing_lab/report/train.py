@@ -5,21 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from sparing.from_json import build
+from sparing.report.kinds import Kind
 from sparing.report.terminal import Terminal
-from sparing.store import add_checksum, write_files
+from sparing.store import add_checksum, verify_checksum, write_files
 from sparing.workbench.machine import machine
 from sparing_lab.figure import drawn, panels, style
 from sparing_lab.tasks.kinds import KINDS
 from sparing_lab.training.checkpoint import REPORTS
-from sparing_lab.training.config import Config
+from sparing_lab.training.config import Config, made
 from sparing_lab.training.loop import Trained, Training
 
 FORMAT = 1  #: of result.json
@@ -63,13 +65,7 @@ def show_start(training: Training, again: bool, *, console: Terminal) -> None:
 
 def show_end(found: Trained, *, console: Terminal) -> None:
     """Records, and the best one beside chance."""
-    columns = [name for name in found.records[0] if name != "step"]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "seconds", *columns):
-        table.add_column(name.replace("_", " "), justify="right")
-    for record, seconds in zip(found.records, found.times, strict=True):
-        table.add_row(f"{record['step']:.0f}", f"{seconds:.1f}", *(f"{record[name]:.4g}" for name in columns))
-    console.print(table)
+    console.print(_records_table(found.records, found.times))
     metric, chance = found.task.metric, found.task.chance()
     said = "learned something" if found.beats_chance else f"NOT shown on {len(found.task.valid)} examples to be better"
     order = ""
@@ -80,6 +76,83 @@ def show_end(found: Trained, *, console: Terminal) -> None:
         f"occurs and no more has {chance:.4g}{order}: {said}",
         soft_wrap=True,
     )
+
+
+def _records_table(records: Sequence[Mapping[str, float]], times: Sequence[float]) -> Table:
+    """Return a row for each evaluation."""
+    columns = [name for name in records[0] if name != "step"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "seconds", *columns):
+        table.add_column(name.replace("_", " "), justify="right")
+    for record, seconds in zip(records, times, strict=True):
+        table.add_row(f"{record['step']:.0f}", f"{seconds:.1f}", *(f"{record[name]:.4g}" for name in columns))
+    return table
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The result.json of a run, checked."""
+
+    config: dict[str, Any]
+    data: str
+    metric: str
+    value: float  #: the metric of the best evaluation
+    chance: float  #: of a model that knows how often each answer occurs
+    beats_chance: bool
+    best: dict[str, float]
+    seconds: float
+    records: tuple[dict[str, float], ...]
+    times: tuple[float, ...]  #: seconds until each record
+    losses: tuple[float, ...]
+    machine: dict[str, Any]
+
+
+def _read_run(held: Mapping[str, Any]) -> SavedRun:
+    """Return a run from the parsed result.json; a ValueError says what is wrong."""
+    held = verify_checksum(held)
+    if held.pop("format", None) != FORMAT:
+        raise ValueError(f"this format of a training run is not known; this sparing reads {FORMAT}")
+    found = build(SavedRun, held)
+    names = found.records[0].keys() if found.records else ()
+    if "step" not in names or any(record.keys() != names for record in found.records):
+        raise ValueError("records must each have 'step' and the same other entries")
+    if len(found.times) != len(found.records) or "step" not in found.best:
+        raise ValueError("there must be as many times as records, and best must have 'step'")
+    return found
+
+
+def _show_run(found: SavedRun, console: Terminal) -> None:
+    config = found.config
+    console.print(f"{config.get('task')} ({found.data}) with {config.get('method')}: {len(found.losses)} steps")
+    console.print(_records_table(found.records, found.times))
+    said = "better than" if found.beats_chance else "NOT shown to be better than"
+    console.print(
+        f"best {found.metric} {found.value:.4g} at step {found.best['step']:.0f}, {said} {found.chance:.4g} of a model "
+        f"that knows how often each answer occurs; {found.seconds:.0f} s",
+        soft_wrap=True,
+    )
+
+
+def _read_settings(held: Mapping[str, Any]) -> Config:
+    """Return the settings of a run from a parsed config.json; a ValueError says what is wrong."""
+    return made(verify_checksum(held))
+
+
+def _show_settings(config: Config, console: Terminal) -> None:
+    console.print(f"settings of a training run: {config.task}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("setting", "value", "default"):
+        table.add_column(name)
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if each.name != "task":
+            table.add_row(each.name, str(value), "" if value == each.default else str(each.default))
+    console.print(table)
+
+
+#: For `sparing show`: the result.json and the config.json of a run.
+RUN = Kind("training run", ("losses", "records"), _read_run, _show_run)
+SETTINGS = Kind("training run's settings", ("task",), _read_settings, _show_settings)
 
 
 def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Sequence[float]) -> str:

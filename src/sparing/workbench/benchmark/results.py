@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from sparing.contract import method
+from sparing.from_json import build
+from sparing.store import verify_checksum
 from sparing.workbench.benchmark.gate import Gate
 from sparing.workbench.crossover import Crossover, crossover
 from sparing.workbench.timing import Interval
@@ -192,31 +194,17 @@ class Bench:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Bench:
-        """The run that `as_dict` wrote."""
+        """Return the run that `as_dict` wrote; a ValueError names the part that is wrong."""
         if data.get("format") != 1:
             raise ValueError(f"format={data.get('format')!r} is not 1, the only one that is known")
-        chosen = data["settings"]
-        settings = Settings(**{**chosen, "methods": tuple(chosen["methods"]), "lengths": tuple(chosen["lengths"])})
-        return cls(
-            settings=settings,
-            machine=data["machine"],
-            inputs=data["inputs"],
-            gates=[Gate(**gate) for gate in data["gates"]],
-            timings=[Timing(**{**t, "seconds": _interval(t["seconds"])}) for t in data["timings"]],
-            ratios=[Ratio(**{**r, "speed": Interval(**r["speed"])}) for r in data["ratios"]],
-            peers=[PeerStatus(**peer) for peer in data["peers"]],
-            facts=[Fact(**{**f, "value": _interval(f["value"])}) for f in data["facts"]],
-            duration=data["duration"],
-        )
+        held = verify_checksum(data)
+        derived = ("format", "crossovers")  # crossovers follow from the ratios
+        return build(cls, {name: part for name, part in held.items() if name not in derived})
 
 
 def baseline(spec: str) -> str:
     """The exact attention that a method is compared with: with the value layer where it saves work of that."""
     return SDPA_PROJECTION if method(spec).supports.projection else SDPA
-
-
-def _interval(found: dict[str, float] | None) -> Interval | None:
-    return None if found is None else Interval(**found)
 
 
 def _plain(value: Any) -> Any:

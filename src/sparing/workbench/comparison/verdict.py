@@ -71,7 +71,7 @@ class Comparison:
         return [_flat(row) for row in self.rows]
 
     def to_json(self) -> str:
-        """Everything, for `sparing report`."""
+        """Return everything as JSON; `from_json` reads it back, and so does `sparing show`."""
         return json.dumps(add_checksum(finite({"format": FORMAT, **asdict(self)})), indent=1, allow_nan=False)
 
     @classmethod
@@ -81,6 +81,11 @@ class Comparison:
             held = parse(text)
         except ValueError as error:
             raise ValueError(f"a comparison is JSON, and this is not: {error}") from None
+        return cls.from_dict(held)
+
+    @classmethod
+    def from_dict(cls, held: Any) -> Comparison:
+        """Read the parsed JSON of `to_json`; a ValueError names the part that is wrong."""
         if not isinstance(held, dict) or "format" not in held:
             raise ValueError("a comparison is a JSON object with 'format' and 'rows'")
         held = verify_checksum(held)

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparing.from_json import build
+from sparing.store import add_checksum, verify_checksum
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.comparison.verdict import finite
 from sparing.workbench.planning.promise import Promise
@@ -75,7 +77,21 @@ class Plan:
     def to_json(self) -> str:
         """Everything; a recipe for `sparing.approximate` is under "recipe"."""
         held = {**asdict(self), "recipe": self.recipe.to_dict(), "holds": self.holds}
-        return json.dumps(finite({"format": FORMAT, **held}), indent=1, allow_nan=False)
+        return json.dumps(add_checksum(finite({"format": FORMAT, **held})), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, held: dict[str, Any]) -> Plan:
+        """Read the parsed JSON of `to_json`; a ValueError names the part that is wrong."""
+        held = verify_checksum(held)
+        if held.pop("format", None) != FORMAT:
+            raise ValueError(f"this format of a plan is not known; this sparing reads {FORMAT}")
+        held.pop("holds", None)  # follows from the recipe
+        if not isinstance(held.get("recipe"), dict):
+            raise ValueError("a plan is a JSON object with 'recipe'")
+        try:
+            return build(cls, {**held, "recipe": Recipe.of(held["recipe"])})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"this is not a plan as sparing writes it: {error}") from None
 
 
 def about(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""`sparing show`: print any JSON file that sparing wrote."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from sparing.cli.files import reads, writes
+from sparing.cli.options import console_of, show_comparison
+from sparing.from_json import parse, read_text
+from sparing.report.printable import one_line
+
+if TYPE_CHECKING:
+    from sparing.report.kinds import Kind
+
+#: Entry points of this group name a `sparing.report.kinds.Kind`, a kind of JSON that another package writes.
+GROUP = "sparing.shown"
+
+
+def add(commands: Any) -> None:
+    """Declare the options."""
+    parser = commands.add_parser("show", help="print a JSON file that any of the other commands wrote")
+    parser.set_defaults(run=run)
+    reads(parser, "file", metavar="FILE", help="comparison, plan, recipe, benchmark, study or training run")
+    parser.add_argument("--layers", action="store_true", help="comparison: also print the errors of each layer")
+    writes(parser, "--html", metavar="FILE", help="comparison: also write a page that needs no network")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Recognise the file by its content, check it, and print it."""
+    console = console_of()
+    from sparing.workbench.comparison.verdict import Comparison
+
+    try:
+        held = parse(read_text(options.file, "file", "as the commands of sparing write it"))
+    except ValueError as error:
+        raise ValueError(f"{options.file} is not JSON: {error}") from None
+    try:
+        kind = _kind_of(held)
+        for option in ("layers", "html"):
+            if getattr(options, option) and kind.name != "comparison":
+                raise ValueError(f"--{option} is for comparisons, and this is a {kind.name}")
+        found = kind.read(held)
+        if isinstance(found, Comparison):
+            show_comparison(found, options, console=console)
+        else:
+            kind.show(found, console)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{options.file}: {error}") from None
+    return 0
+
+
+def _kind_of(held: Any) -> Kind:
+    """Return the kind of a parsed JSON file."""
+    from sparing.report.kinds import KINDS
+
+    if not isinstance(held, dict):
+        raise ValueError("the files that sparing show opens hold a JSON object, and this is something else")
+    known = [*KINDS, *_others()]
+    for kind in known:
+        if all(entry in held for entry in kind.entries):
+            return kind
+    names = ", ".join(kind.name for kind in known)
+    raise ValueError(f"this JSON is not of a kind that sparing show opens: {names}")
+
+
+def _others() -> list[Kind]:
+    """Return the kinds of other packages. One that cannot be loaded stops no other."""
+    found = []
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            found.append(entry.load())
+        except Exception as error:  # code of another package
+            said = f"sparing: files of {entry.name!r} ({entry.value}) cannot be shown: {type(error).__name__}: {error}"
+            sys.stderr.write(one_line(said) + "\n")
+    return found
