@@ -1,7 +1,8 @@
-"""One call of a layer through the door, `sparing.attention`, with errors that name the layer."""
+"""Run a layer's method by `sparing.attention`, with errors that name the layer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,41 +17,42 @@ from sparing.transformers.runtime.masks import count_valid_keys
 from sparing.transformers.state import LayerSettings, LayerState, Seen
 
 
+@dataclass(frozen=True, eq=False)
+class MethodArguments:
+    """What a layer passes to `attention()`, under shorter names."""
+
+    query: Tensor  #: [B, H, n_q, d]
+    key: Tensor  #: [B, H_kv, n_k, d]
+    value: Tensor | Projection  #: [B, H_kv, n_k, e]
+    mask: Tensor | None
+    is_causal: bool = False
+    scale: float | None = None
+    dropout: float = 0.0
+
+
 def run_call(call: ModelCall, past: Past | None = None) -> Tensor:
-    """Run the method of the layer on a call of the attention function; [B, n_q, H, e]."""
+    """Run the method of the layer on a call of the attention function; return [B, n_q, H, e]."""
     assert call.settings is not None
     key, value, bias, n_q = call.key, call.value, call.position_bias, call.mask.n_q
     if call.mask.causal and call.mask.n_k > n_q:  # the prompt in a static cache, whose other entries are empty
         key, value = key[:, :, :n_q], value[:, :, :n_q] if isinstance(value, Tensor) else value
         bias = None if bias is None else bias[..., :n_q]
-    out = run_method(
-        call.state, call.settings, call.query, key, value, call.mask.for_door(bias), is_causal=call.mask.causal,
-        scale=call.scale, dropout=call.dropout, past=past,
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous()
+    given = MethodArguments(
+        call.query, key, value, call.mask.for_door(bias), call.mask.causal, call.scale, call.dropout
+    )
+    return run_method(call.state, call.settings, given, past).transpose(1, 2).contiguous()
 
 
-def run_method(
-    state: LayerState,
-    settings: LayerSettings,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | Projection,
-    mask: Tensor | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    past: Past | None = None,
-) -> Tensor:
-    """query [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a Projection -> [B, H, n_q, e]."""
-    refusals.check_dropout(state, settings, dropout)
+def run_method(state: LayerState, settings: LayerSettings, given: MethodArguments, past: Past | None = None) -> Tensor:
+    """Run the method that the settings name, count the call, and return [B, H, n_q, e]."""
+    query, key, value = given.query, given.key, given.value
+    refusals.check_dropout(state, settings, given.dropout)
     rows = None
-    if state.cross and query.shape[2] == key.shape[2]:  # the mask speaks of the keys' sequence, not of the queries'
+    if state.cross and query.shape[2] == key.shape[2]:  # the mask is about the keys' sequence, not the queries'
         rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     call: dict[str, Any] = {
-        "attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, "scale": scale, "query_mask": rows,
-        "enable_gqa": query.shape[1] != key.shape[1], "streams": settings.streams(key.shape[1]),
+        "attn_mask": given.mask, "dropout_p": given.dropout, "is_causal": given.is_causal, "scale": given.scale,
+        "query_mask": rows, "enable_gqa": query.shape[1] != key.shape[1], "streams": settings.streams(key.shape[1]),
         "method": settings.method, "seed": settings.seed,
     }  # fmt: skip
     if settings.observer is not None:
@@ -63,6 +65,6 @@ def run_method(
     except Unsupported as error:
         raise refusals.unsupported(state, error) from error
     facts, valid = found.statistics, found.statistics.get("tokens")
-    lengths = count_valid_keys(mask, len(query), key.shape[2]) if valid is None else valid.amax(-1).tolist()
-    settings.tally.add(settings.method, query, key, value, lengths, is_causal, facts)
+    lengths = count_valid_keys(given.mask, len(query), key.shape[2]) if valid is None else valid.amax(-1).tolist()
+    settings.tally.add(settings.method, query, key, value, lengths, given.is_causal, facts)
     return found.output

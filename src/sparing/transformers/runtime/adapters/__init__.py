@@ -1,4 +1,4 @@
-"""Modules with attention of their own, adapted to sparing: one file for each family of models."""
+"""Adapters for modules that compute attention by their own code: one file for each family of models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparing.transformers.state import LayerState
 
 
 def set_class(module: nn.Module, state: LayerState, family: Family | None) -> None:
-    """Give the module the class that its settings need: its own, if sparing computes none of them."""
+    """Set the class of the module: the adapted one if sparing computes any of its settings, else its own."""
     if family is None:
         return
-    # The code of a model is an optional dependency: it is imported with its adapter.
+    # A model's code is imported with its adapter, and only when one of its modules is approximated.
     adapted: type[AdaptedAttention] = getattr(import_module(f"{__name__}.{family.name}"), f"Adapted{family.attention}")
     module.__class__ = adapted if any(adapted.computes(settings) for settings in state.stack) else adapted.stock

@@ -1,7 +1,8 @@
-"""What all adapted attention modules share.
+"""The base classes of adapted attention modules.
 
-While such a module is approximated it has another class, derived from its own. It stays the same object in the same
-place: names, parameters, hooks, training flag, device and copies need no care, and its own class gives back the model.
+While such a module is approximated, its `__class__` is one derived from its own. It stays the same object in the same
+place, so names, parameters, hooks, training flag, device and copies stay as they are. Setting `__class__` back to the
+module's own class restores the model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from sparing.contract import Projection
 from sparing.transformers.families import Family
-from sparing.transformers.runtime.method import run_method
+from sparing.transformers.runtime.method import MethodArguments, run_method
 from sparing.transformers.state import LayerSettings, LayerState, state_of
 
 
@@ -26,11 +27,11 @@ class AdaptedAttention(nn.Module):
 
     @classmethod
     def computes(cls, settings: LayerSettings) -> bool:
-        """Return whether sparing computes these settings; what it does not is left to the module's own code."""
+        """Return whether sparing computes these settings; if not, the module's own code runs."""
         return cls.family.takes_exact or not settings.exact
 
-    def present(self) -> tuple[LayerState, LayerSettings] | None:
-        """Return what sparing has to compute in this call, or None if nothing."""
+    def state_and_settings(self) -> tuple[LayerState, LayerSettings] | None:
+        """Return what sparing has to compute in this call, or None if the module's own code runs."""
         state = state_of(self)
         if state is None or state.settings is None or not self.computes(state.settings):
             return None
@@ -40,14 +41,15 @@ class AdaptedAttention(nn.Module):
 
     def attend(
         self,
-        present: tuple[LayerState, LayerSettings],
+        state: LayerState,
+        settings: LayerSettings,
         hidden: Tensor,
         layers: tuple[nn.Linear, nn.Linear, nn.Linear],
         mask: Tensor | None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Run hidden [B, n, d] through the layers of queries, keys and values and the method; [B, H, n, e]."""
-        (state, settings), heads = present, int(self.num_attention_heads)  # type: ignore[arg-type]
+        """Run hidden [B, n, d] through the layers of queries, keys and values and the method; return [B, H, n, e]."""
+        heads = int(self.num_attention_heads)  # type: ignore[arg-type]
         q, k = (split_heads(layer(hidden), heads) for layer in layers[:2])
         value: Tensor | Projection
         if settings.method.supports.projection:
@@ -56,38 +58,42 @@ class AdaptedAttention(nn.Module):
             value = split_heads(layers[2](hidden), heads)
         if settings.exact:  # only dropout is random then, and must differ from step to step
             settings = replace(settings, seed=None)
-        return run_method(state, settings, q, k, value, mask, dropout=dropout)
+        return run_method(state, settings, MethodArguments(q, k, value, mask, dropout=dropout))
 
-    def attend_and_convolve(
-        self,
-        present: tuple[LayerState, LayerSettings],
-        hidden: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None,
-        output_attentions: bool,
+
+class ConvolvingAttention(AdaptedAttention):
+    """Any method, beside the module's depth-wise convolution of the values (Nystromformer, YOSO)."""
+
+    def read_mask(self, state: LayerState, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mask for the method, and which keys are not padding, [B, 1, 1, n]."""
+        raise NotImplementedError
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Run the method and the module's depth-wise convolution of the values, which must not see padding.
-
-        keep: [B, 1, 1, n] boolean, False for padding. There are no weights to return.
-        """
+        """Run like the module's own `forward`, but hide padding from the convolution too; return no weights."""
+        found = self.state_and_settings()
+        if found is None:
+            return super().forward(hidden_states, attention_mask, output_attentions)
+        mask, keep = (None, None) if attention_mask is None else self.read_mask(found[0], attention_mask)
         layers: Any = (self.query, self.key, self.value)
-        out, convolution = self.attend(present, hidden, layers, mask), getattr(self, "conv", None)
+        out, convolution = self.attend(*found, hidden_states, layers, mask), getattr(self, "conv", None)
         if convolution is not None:
-            value = split_heads(layers[2](hidden), out.shape[1])
+            value = split_heads(layers[2](hidden_states), out.shape[1])
             out = out + convolution(value if keep is None else value.masked_fill(~keep.mT, 0.0))
         return outputs(join_heads(out), output_attentions)
 
 
 def split_heads(projected: Tensor, heads: int) -> Tensor:
-    """[B, n, H e] -> [B, H, n, e]."""
+    """Return [B, n, H e] as [B, H, n, e]."""
     return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def join_heads(out: Tensor) -> Tensor:
-    """[B, H, n, e] -> [B, n, H e]."""
+    """Return [B, H, n, e] as [B, n, H e]."""
     return out.transpose(1, 2).flatten(2)
 
 
 def outputs(out: Tensor, output_attentions: bool) -> tuple[Tensor | None, ...]:
-    """Return what such modules return; there are no weights."""
+    """Return the output as such modules do, with None in the place of the weights."""
     return (out, None) if output_attentions else (out,)

@@ -21,11 +21,11 @@ _VALUES = ("value", "value_global")
 
 
 class AdaptedLongformerSelfAttention(AdaptedAttention, LongformerSelfAttention):
-    """A first pass of the module's own code gives the weights, a second one uses the values that were sampled for them.
+    """Runs the module's own code twice: once for the weights, and once with values that were sampled for them.
 
-    The rows of global tokens use `value_global`, all others `value`; each has its own counts. N counts the valid
-    tokens, as everywhere, and not those in the window. The scores are computed twice: this shows what sampling does to
-    the model and how many samples it takes, and saves no time.
+    Rows of global tokens use `value_global`, all others `value`; each has its own sample counts. N counts all valid
+    tokens, as everywhere, and not those in the window. The scores are computed twice, so this saves no time: it shows
+    what sampling does to the model, and how many samples it takes.
     """
 
     family = LONGFORMER
@@ -41,14 +41,15 @@ class AdaptedLongformerSelfAttention(AdaptedAttention, LongformerSelfAttention):
         is_global_attn: bool | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run as the module's own."""
-        present = self.present()
+        """Run like the module's own `forward`."""
+        found = self.state_and_settings()
         given = (hidden_states, attention_mask, is_index_masked, is_index_global_attn, is_global_attn)
-        if present is None:
+        if found is None:
             return super().forward(*given, output_attentions)
         assert is_index_masked is not None
-        present[1].tally.calls += 1
-        check_dropout(*present, self.dropout if self.training else 0.0)
+        state, settings = found
+        settings.tally.calls += 1
+        check_dropout(state, settings, self.dropout if self.training else 0.0)
         nothing = hidden_states.new_zeros(1, 1, 1).expand(*hidden_states.transpose(0, 1).shape)
         with torch.no_grad():
             _, *weights = self._with_values(dict.fromkeys(_VALUES, nothing), *given, output_attentions=True)
@@ -59,11 +60,11 @@ class AdaptedLongformerSelfAttention(AdaptedAttention, LongformerSelfAttention):
             received.append(received_from_global(weights[1], is_index_global_attn))
             pairs.append(weights[1].numel())
         flops = [float(count) * (4 * self.head_dim + 1) for count in pairs]  # scores, exponentials, weighted values
-        values = self._sample(present[1], hidden_states, received, ~is_index_masked, flops)
+        values = self._sample(settings, hidden_states, received, ~is_index_masked, flops)
         return self._with_values(values, *given, output_attentions)
 
     def _with_values(self, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Run the module's own code on a shallow copy whose value layers return these."""
+        """Run the module's own code on a shallow copy whose value layers return these values."""
         module = copy.copy(self)
         layers: Any = {name: _Returns(output) for name, output in values.items()}
         module._modules = {**self._modules, **layers}
@@ -72,10 +73,10 @@ class AdaptedLongformerSelfAttention(AdaptedAttention, LongformerSelfAttention):
     def _sample(
         self, settings: LayerSettings, hidden: Tensor, received: list[Tensor], keep: Tensor, flops: list[float]
     ) -> dict[str, Tensor]:
-        """Return the values [n, B, H e] by their layers' names.
+        """Return the sampled values [n, B, H e] of each value layer, by its name.
 
-        hidden is [B, n, d] and keep [B, n]; received has of each layer M (B, H, n), and flops those of the attention
-        over its values.
+        hidden: [B, n, d]. keep: [B, n]. received: M (B, H, n) for each value layer. flops: those of the attention over
+        the values of each.
         """
         assert isinstance(settings.method, MonteCarlo)
         heads = received[0].shape[1]
@@ -100,13 +101,13 @@ def received_locally(weights: Tensor, is_global: Tensor | None) -> Tensor:
 
     weights: [B, n, H, globals + 2w + 1] as the module returns them: those of the keys with global attention, in their
         order, then those of the keys i - w, ..., i + w. Rows of padding and of global tokens are zero.
-    is_global: [B, n]; None where no token has global attention.
+    is_global: [B, n]; None if no token has global attention.
     """
     n = weights.shape[1]
     most = 0 if is_global is None else int(is_global.sum(-1).max())
     window = weights[..., most:]
     reach = window.shape[-1] // 2
-    queries = nn.functional.pad(window, (0, 0, 0, 0, reach, reach))  # of column c, query j - c + w sees key j
+    queries = nn.functional.pad(window, (0, 0, 0, 0, reach, reach))  # in column c, query j - c + w sees key j
     received = queries[:, 2 * reach : 2 * reach + n, :, 0]
     for c in range(1, 2 * reach + 1):
         received = torch.maximum(received, queries[:, 2 * reach - c : 2 * reach - c + n, :, c])
@@ -128,7 +129,7 @@ def received_from_global(weights: Tensor, is_global: Tensor) -> Tensor:
 
 
 def _known(received: Tensor) -> Tensor:
-    """Let keys with NaN weights be projected exactly, as the stock model would."""
+    """Return M with 1 for NaN weights: the values of such keys are projected exactly, as in the model's own code."""
     return received.nan_to_num(nan=1.0)
 
 
@@ -137,7 +138,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 class _Returns:
-    """A layer whose output is known."""
+    """Stands in for a linear layer whose output is known."""
 
     def __init__(self, output: Tensor) -> None:
         self.output = output

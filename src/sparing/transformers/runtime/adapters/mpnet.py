@@ -14,7 +14,7 @@ from sparing.transformers.runtime.refusals import check_arguments
 
 
 class AdaptedMPNetSelfAttention(AdaptedAttention, MPNetSelfAttention):
-    """Any method that takes additive masks; sparing computes exact attention too, without all of n^2."""
+    """Any method that takes additive masks. sparing computes exact attention too, without n^2 memory."""
 
     family = MPNET
     stock = MPNetSelfAttention
@@ -27,12 +27,12 @@ class AdaptedMPNetSelfAttention(AdaptedAttention, MPNetSelfAttention):
         output_attentions: bool = False,
         **others: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Run as the module's own; there are no weights to return."""
-        present = self.present()
-        if present is None:
+        """Run like the module's own `forward`; return no weights."""
+        found = self.state_and_settings()
+        if found is None:
             return super().forward(hidden_states, attention_mask, position_bias, output_attentions, **others)
-        check_arguments(present[0], others, harmless=())
+        check_arguments(found[0], others, harmless=())
         mask = attention_mask if position_bias is None else add_bias(position_bias, attention_mask)
         dropout = self.dropout.p if self.training else 0.0
-        out = self.attend(present, hidden_states, (self.q, self.k, self.v), mask, dropout)
+        out = self.attend(*found, hidden_states, (self.q, self.k, self.v), mask, dropout)
         return outputs(self.o(join_heads(out)), output_attentions)
