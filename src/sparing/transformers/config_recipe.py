@@ -9,14 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from sparing.store import add_checksum
 from sparing.transformers.find import AttentionLayer, base_name, find
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.state import ConfigState, config_state, method_of, state_of
 
 
 def recipe_of(model: nn.Module, layers: list[AttentionLayer]) -> Recipe:
-    """Return what the model runs now."""
+    """Return the recipe of what the model runs now."""
     specs, seeds, whens = {}, {}, {}
     for layer in layers:
         name, state = base_name(model, layer.name), state_of(layer.module)
@@ -30,10 +29,10 @@ def recipe_of(model: nn.Module, layers: list[AttentionLayer]) -> Recipe:
 
 
 def write_recipe(model: nn.Module, layers: list[AttentionLayer]) -> None:
-    """Write what the model runs into its config, or give back what was there before any model was approximated.
+    """Write what the model runs into its config, or restore the entry from before any model was approximated.
 
-    A part of a model (its encoder, a layer) writes nothing of its own: the names in its recipe would be read as those
-    of the whole. But wholes that wrote into its configs do so again.
+    A part of a model (its encoder, a layer) writes no recipe: the names in it would be read as those of the whole
+    model. Models that wrote into the part's configs before write again.
     """
     config: Any = getattr(model, "config", None)
     if config is not None and _is_whole(model):
@@ -50,11 +49,11 @@ def write_recipe(model: nn.Module, layers: list[AttentionLayer]) -> None:
 
 
 def _write(state: ConfigState) -> None:
-    """Write the recipe of the model that was approximated last, of all that share the config."""
+    """Write the recipe of the model that was approximated last, among those that share the config."""
     for writer in reversed(list(state.writers.values())):
         layers = find(writer)
         if any(_is_approximated(layer.module) for layer in layers):
-            state.config.sparing = add_checksum(recipe_of(writer, layers).to_dict())
+            state.config.sparing = recipe_of(writer, layers).with_checksum()
             return
     state.writers.clear()
     if state.recipe is not None:
@@ -69,7 +68,7 @@ def _is_approximated(module: nn.Module) -> bool:
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Return whether `from_pretrained` of an Auto class could load it, unlike the encoder of an encoder-decoder."""
+    """Return whether an Auto class could load the model, unlike the encoder of an encoder-decoder."""
     model = getattr(model, "_orig_mod", model)
     return isinstance(model, PreTrainedModel) and any(cls.__name__ in _loadable() for cls in type(model).__mro__)
 

@@ -1,4 +1,4 @@
-"""Which layer runs what: a small JSON that travels with a model."""
+"""`Recipe`: which layer of a model runs which method, as a small JSON file or an entry of the model's config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparing.from_json import parse, read_text
 from sparing.spec import shown
 from sparing.store import Damaged, add_checksum, verify_checksum, write_files
 
-#: Which tokens are approximated: a prompt, those that continue a cache, or both.
+#: Which tokens are approximated: both kinds, prompts, or tokens that continue a cache.
 WHEN = ("always", "prefill", "decode")
 VERSION = 1
 _KNOWN = ("version", "architecture", "seed", "when", "layers", "about")
@@ -30,10 +30,10 @@ class Recipe:
 
     layers: layer name -> spec; names are those of the base model's modules and may hold `*` and `?`. A layer that is
         not named runs exact attention.
-    seed: fixes all random choices; None draws new ones at each call. A mapping gives layers seeds of their own.
-    architecture: the `model_type` that the recipe was made for; None fits any.
-    about: anything else that is worth keeping: how it was found, for which data, on which machine.
-    when: "always", or "prefill" or "decode" alone, as for `approximate()`. A mapping gives layers their own.
+    seed: fixes all random choices; None draws new ones at each call. A mapping gives layers their own.
+    architecture: the `model_type` that the recipe was made for; None fits any model.
+    about: anything else worth keeping, such as how the recipe was found, for which data and on which machine.
+    when: "always", "prefill" or "decode", as for `approximate()`. A mapping gives layers their own.
 
     >>> sparing.Recipe({"encoder.layer.*": "nystrom(landmarks=64)"}).to_dict()["layers"]
     {'encoder.layer.*': 'nystrom(landmarks=64)'}
@@ -67,7 +67,7 @@ class Recipe:
         object.__setattr__(self, "layers", dict(self.layers))
 
     def _values(self, field: str) -> Iterable[Any]:
-        """Return the one value of a field, or those of its layers."""
+        """Return the values of a field: one for all layers, or those of its mapping."""
         held = getattr(self, field)
         if not isinstance(held, Mapping):
             return (held,)
@@ -78,7 +78,7 @@ class Recipe:
 
     @classmethod
     def of(cls, source: Recipe | Mapping[str, Any] | str | os.PathLike[str]) -> Recipe:
-        """Return a recipe from itself, its JSON, a path to a file of it, or one spec for every layer."""
+        """Return the recipe of a `Recipe`, its dict, the path of its JSON file, or one spec for every layer."""
         if isinstance(source, Recipe):
             return source
         if isinstance(source, Mapping):
@@ -91,8 +91,7 @@ class Recipe:
     def of_config(cls, config: Any) -> Recipe | None:
         """Return the recipe that a model's config holds, or None.
 
-        A config comes with a model from elsewhere. It holds the recipe itself: a name of a file there would be read
-        from this machine.
+        A config may come from a stranger, so it must hold the recipe itself: a path would be read on this machine.
         """
         found = getattr(config, "sparing", None)
         if found is not None and not isinstance(found, Mapping):
@@ -141,17 +140,21 @@ class Recipe:
             "about": about,
         }  # fmt: skip
 
+    def with_checksum(self) -> dict[str, Any]:
+        """Return the dict that files and configs hold: `to_dict()` and its checksum."""
+        return add_checksum(self.to_dict())
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the recipe to a JSON file with a checksum, whole or not at all."""
-        write_files({Path(path): json.dumps(add_checksum(self.to_dict()), indent=2) + "\n"})
+        """Write the recipe to a JSON file atomically."""
+        write_files({Path(path): json.dumps(self.with_checksum(), indent=2) + "\n"})
 
     def method_of(self, name: str) -> Method | None:
-        """Return what the layer runs, or None if the recipe does not name it."""
+        """Return the method of a layer, or None if the recipe does not name the layer."""
         spec = self.spec_of(name)
         return None if spec is None else _method(spec)
 
     def spec_of(self, name: str) -> str | None:
-        """Return the spec of a layer as it is written."""
+        """Return the spec of a layer as the recipe has it, or None if the recipe does not name the layer."""
         return _named(self.layers, name, None)
 
     def seed_of(self, name: str) -> int | None:
@@ -174,12 +177,12 @@ class Recipe:
 
 
 def _named(table: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Return what a table says of a layer: by its name, or else by the first pattern that fits."""
+    """Return the entry of a layer: by its name, or else by the first pattern that matches."""
     if name in table:
         return table[name]
     return next((entry for key, entry in table.items() if fnmatchcase(name, key)), otherwise)
 
 
 def is_path(source: Any) -> bool:
-    """Return whether it names a file rather than a method: a path object, or text that ends in .json."""
+    """Return whether `source` names a file rather than a method: a path object, or text that ends in .json."""
     return isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith(".json"))
