@@ -82,7 +82,7 @@ def test_a_cache_edited_without_its_index_is_an_error(edit):
             cache, ids = started(model)
             EDITS[edit](cache.layers[1])
             with pytest.raises(
-                RuntimeError, match=rf"the {edit.split(',')[0]} of a layer were changed behind sparing's"
+                RuntimeError, match=rf"the {edit.split(',')[0]} of a layer were changed without its methods"
             ):
                 use(cache, ids)
 

@@ -228,7 +228,7 @@ def test_only_monte_carlo_fits_beside_a_window():
     assert {name: (id(m), type(m), sorted(vars(m))) for name, m in model.named_modules()} == before
     model.encoder.layer[1].attention.self.value_global = torch.nn.Sequential(torch.nn.Linear(64, 64))
     with pytest.raises(
-        sparing.Unsupported, match=r"layer\.1.*needs linear layers of the values, and value_global is none"
+        sparing.Unsupported, match=r"layer\.1.*needs linear layers of the values, and value_global is not one"
     ):
         sparing.approximate(model, "monte_carlo")
     x = given()

@@ -1,4 +1,4 @@
-"""Hugging Face models: approximate their attention in place, and get the exact model back."""
+"""Approximate the attention of Hugging Face models in place, and restore the exact model."""
 
 from sparing.transformers.handle import Handle, approximate
 from sparing.transformers.positions import extend_positions

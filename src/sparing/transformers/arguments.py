@@ -1,4 +1,4 @@
-"""Which layer runs what: the arguments of `approximate()`, read and checked before anything is changed."""
+"""Read and check the arguments of `approximate()`, before anything is changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_arguments(
     seed: int | None,
     when: str | None,
 ) -> tuple[dict[int, LayerSettings], dict[int, str]]:
-    """Return the layers' settings by number, and why layers that were not named stay exact."""
+    """Return the settings of layers by number, and the reasons why other layers stay exact."""
     if what is None:
         what = Recipe.of_config(getattr(model, "config", None))
         if what is None:
@@ -55,7 +55,7 @@ def read_arguments(
 def _from_method(
     what: str | Method, places: list[AttentionLayer], layers: Layers | None, seed: int | None
 ) -> tuple[dict[int, LayerSettings], dict[int, str]]:
-    """Return the settings of the layers that run it, and why others stay exact."""
+    """Return the settings of the layers that run the method, and the reasons why others stay exact."""
     method, exact = _method(what), {}
     if layers is not None:
         named = [places[index] for index in _select(places, layers, "layers")]
@@ -72,7 +72,7 @@ def _from_method(
             if first.unsupported
             else "name the layers in `layers` to change them all the same"
         )
-        raise Unsupported(f"{first.name} and all other layers stay as they are: {exact[first.index]}; {way_out}")
+        raise Unsupported(f"{first.name} and all other layers stay exact: {exact[first.index]}; {way_out}")
     return {p.index: LayerSettings(p.method(what), seed, p.stream) for p in places if p.index not in exact}, exact
 
 
@@ -105,7 +105,7 @@ def _from_recipe(
     for key in recipe.layers:
         if not any(key == name or fnmatchcase(name, key) for name in names):
             raise ValueError(
-                f"what: the recipe names {shown(key)}, which is no attention layer; there are {_some(places)}"
+                f"what: the recipe names {shown(key)}, which is not an attention layer; there are {_some(places)}"
             )
     wanted = {}
     for layer, name in zip(places, names, strict=True):
@@ -117,7 +117,7 @@ def _from_recipe(
 
 
 def _select(places: list[AttentionLayer], layers: Any, argument: str) -> list[int]:
-    """Return the numbers of the layers that are asked for."""
+    """Return the numbers of the layers that an argument names."""
     if isinstance(layers, bool) or not isinstance(layers, int | str | Sequence):
         raise TypeError(f"{argument}: {layers!r} must be a layer's number or name, or a list of those")
     if isinstance(layers, str):
@@ -135,7 +135,7 @@ def _select(places: list[AttentionLayer], layers: Any, argument: str) -> list[in
 
 
 def _refuse(places: list[AttentionLayer], wanted: dict[int, LayerSettings]) -> None:
-    """Raise if a layer cannot run what it should, before anything is changed."""
+    """Raise if a layer cannot run its settings."""
     reasons = [(places[i], settings.method, _refusal(places[i], settings)) for i, settings in wanted.items()]
     bad = [(layer, method, why) for layer, method, why in reasons if why is not None]
     if bad:

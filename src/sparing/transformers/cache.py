@@ -1,11 +1,11 @@
-"""A layer of a Hugging Face cache, with sparing's index beside its keys and values.
+"""A layer of a Hugging Face cache that keeps sparing's index beside its keys and values.
 
-Whatever transformers does to a cache (append, crop, reorder for beams, repeat, select, reset), it does through methods
-of the layer, so the index follows. What is done without them is seen before the next token: the tensors are not the
-ones that the layer made, or were written to.
+Transformers changes a cache (append, crop, reorder for beams, repeat, select, reset) through methods of its layers, so
+the index follows. Other changes are noticed before the next token: the tensors are not the ones that the layer made, or
+were written to.
 
-A model passes its attention function keys and values, and not the cache that they come from. So the keys that a layer
-returns carry the layer: whoever holds them finds its index, in any thread, and nothing else has to be remembered.
+A model passes keys and values to its attention function, and not the cache that they come from. So the keys that a
+layer returns carry the layer as an attribute. That needs no other state, and works in any thread.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from sparing.index import Index
 from sparing.transformers.state import LayerState, state_of
 
-_LAYER = "_sparing_cache_layer"  # on the keys that a layer returned: the layer, and the keys that it holds
-_INDEXES = "_sparing_indexes"  # on the keys of a layer that sparing has not seen yet: their indexes, by layer number
+_LAYER = "_sparing_cache_layer"  # attribute of the keys that a layer returns: the layer, and the keys that it holds
+_INDEXES = "_sparing_indexes"  # attribute of keys in a layer that is not indexed yet: their indexes, by layer number
 
 
 class IndexedLayer(DynamicLayer):
-    """Grows in place, where a `DynamicLayer` copies everything at each token; `index` is None while there is none."""
+    """A `DynamicLayer` with an index, which grows in place instead of copying everything at each token."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.number: int | None = None  #: in its cache
-        self.index: Index | None = None
-        self._buffers: tuple[Tensor, Tensor] | None = None  # what keys and values are the first part of
-        self._made: tuple[tuple[Tensor | None, int | None], ...] = ()
+        self.index: Index | None = None  #: None: tokens that continue the cache run exact attention
+        self._buffers: tuple[Tensor, Tensor] | None = None  # keys and values are the first part of these
+        self._known: tuple[tuple[Tensor | None, int | None], ...] = ()  # keys and values, with their versions
 
     @classmethod
     def from_layer(cls, layer: DynamicLayer, number: int) -> IndexedLayer:
@@ -57,7 +57,7 @@ class IndexedLayer(DynamicLayer):
         held: Any = (self.keys, self.values)
         alike = all(x.shape[:2] == y.shape[:2] and x.shape[-1] == y.shape[-1] for x, y in zip(held, new, strict=True))
         gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*new, *held))
-        if gradient or (n and not alike):  # what does not fit is refused there
+        if gradient or (n and not alike):  # which raises if the shapes do not fit
             keys, values = super().update(*new)
             self._buffers = None
         else:
@@ -70,7 +70,7 @@ class IndexedLayer(DynamicLayer):
             self.keys, self.values = keys, values
         self._remember()
         if not torch.compiler.is_compiling():
-            keys = keys.view_as(keys)  # the layer's own keys would hold the layer, which holds them
+            keys = keys.view_as(keys)  # a new tensor: the layer's own keys would form a reference cycle with it
             setattr(keys, _LAYER, (self, self.keys))
         return keys, values
 
@@ -85,25 +85,25 @@ class IndexedLayer(DynamicLayer):
         )
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Remove tokens as any layer does; the index forgets the same ones."""
+        """Remove the last tokens, from the index too."""
         self._check()
         super().crop(*args, **kwargs)
-        self._buffers = None  # the tokens that were cut off may be in use elsewhere
+        self._buffers = None  # the removed tokens may be in use elsewhere
         if self.index is not None and self.index.length < self.get_seq_length():
-            self.index = None  # it missed tokens: the model was restored in between
+            self.index = None  # it lacks tokens: the model was restored in between
         elif self.index is not None:
             held: Any = (self.keys, self.values)
             self.index.crop(self.get_seq_length(), *held)
         self._remember()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the batch as any layer does; the index follows."""
+        """Reorder the batch, also in the index."""
         self._check()
         super().reorder_cache(beam_idx)
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat the items of the batch as any layer does; the index follows."""
+        """Repeat the items of the batch, also in the index."""
         self._check()
         if self.index is not None:
             self.index.select(torch.arange(self.index.batch).repeat_interleave(repeats))
@@ -111,7 +111,7 @@ class IndexedLayer(DynamicLayer):
         self._select(None)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select items of the batch as any layer does; the index follows."""
+        """Select items of the batch, also in the index."""
         self._check()
         chosen = None if self.index is None else torch.arange(self.index.batch)[indices.cpu()]
         super().batch_select_indices(indices)
@@ -124,41 +124,41 @@ class IndexedLayer(DynamicLayer):
         self._remember()
 
     def reset(self) -> None:
-        """Forget keys, values and index; the next prompt starts again."""
-        # Older versions zero the tensors and keep their length; tensors of inference mode could not be written to.
+        """Remove keys, values and index."""
+        # Older versions zero the tensors instead, which fails for tensors of inference mode, and keep their length.
         self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
         self.index, self._buffers = None, None
         self._remember()
 
     def offload(self) -> None:
-        """Move keys and values away as any layer does."""
+        """Move keys and values to the CPU; the index stays."""
         super().offload()
         self._select(None)
 
     def prefetch(self) -> None:
-        """Move keys and values back as any layer does."""
+        """Move keys and values back to their device; the index stays."""
         super().prefetch()
         self._select(None)
 
     def _remember(self) -> None:
-        self._made = ((self.keys, _version(self.keys)), (self.values, _version(self.values)))
+        self._known = ((self.keys, _version(self.keys)), (self.values, _version(self.values)))
 
     def _check(self) -> None:
-        """Raise if keys or values were changed by somebody else since the index was made or extended."""
+        """Raise if keys or values were changed other than by this layer since the index was made or extended."""
         if self.index is None:
             return
-        for name, x, (made, version) in zip(("keys", "values"), (self.keys, self.values), self._made, strict=True):
-            if x is not made or _version(x) != version:
+        for name, x, (known, version) in zip(("keys", "values"), (self.keys, self.values), self._known, strict=True):
+            if x is not known or _version(x) != version:
                 raise RuntimeError(
-                    f"cache: the {name} of a layer were changed behind sparing's index, which would now be wrong; use "
-                    "the cache's own crop, reorder_cache or batch_select_indices, start a new cache, or set "
-                    "cache.layers[i].index = None to go on with exact attention"
+                    f"cache: the {name} of a layer were changed without its methods, so that sparing's index is wrong; "
+                    "use the cache's own crop, reorder_cache or batch_select_indices, start a new cache, or set "
+                    "cache.layers[i].index = None to continue with exact attention"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
         self._check()
-        return {**vars(self), "_buffers": None, "_made": ()}
+        return {**vars(self), "_buffers": None, "_known": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -166,7 +166,7 @@ class IndexedLayer(DynamicLayer):
 
 
 def indexed_layer(cache: Cache, number: int) -> IndexedLayer | None:
-    """Return a layer of the cache, made able to keep an index; None if it is of a kind that sparing does not know."""
+    """Replace a layer of the cache by an `IndexedLayer` and return it; None if it is of another kind."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if getattr(cache, "offloading", False):
@@ -183,11 +183,11 @@ def indexed_layer(cache: Cache, number: int) -> IndexedLayer | None:
 
 
 def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the layer of the cache that an attention module will append to keep an index: a forward pre-hook."""
+    """Replace the layer of the cache that an attention module appends to by an `IndexedLayer`: a forward pre-hook."""
     state, number = state_of(module), getattr(module, "layer_idx", None)
     if state is None or number is None or state.cross or state.window is not None or torch.compiler.is_compiling():
         return
-    if not state.stack or not state.stack[-1].decodes:
+    if state.settings is None or not state.settings.decodes:
         return
     for argument in (*kwargs.values(), *args):
         if isinstance(argument, Cache):
@@ -196,21 +196,21 @@ def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def find_layer(module: nn.Module, state: LayerState, key: Tensor, value: Any) -> IndexedLayer | None:
-    """Return the layer of the module's cache that holds just these keys and values, and with it their index."""
+    """Return the layer of the module's cache that holds exactly these keys and values, or None."""
     layer, keys = getattr(key, _LAYER, (None, None))
     if layer is None or layer.keys is not keys or layer.values is not value or layer.number is None:
         return None
-    own = layer.number == getattr(module, "layer_idx", None)  # models may share the keys of one layer with others
+    own = layer.number == getattr(module, "layer_idx", None)  # some models share the keys of one layer among several
     return layer if own and not state.cross and state.window is None else None
 
 
 def attach_index(module: nn.Module, key: Tensor, index: Index) -> None:
-    """Leave the index with keys whose cache is not known yet: `prepare_cache` will find it there."""
+    """Attach an index to keys whose cache is not known yet, for `prepare_cache` to find."""
     vars(key).setdefault(_INDEXES, {})[getattr(module, "layer_idx", None)] = index
 
 
 def _enlarged(old: Tensor, new: Tensor, kept: int, need: int) -> Tensor:
-    """Return a buffer an eighth larger than needed, with the old rows at its start; of the type that joins both."""
+    """Return a buffer of an eighth more rows than needed, which starts with the old ones, in the promoted dtype."""
     shape = (*new.shape[:-2], need + max(need // 8, 64), new.shape[-1])
     buffer = new.new_empty(shape, dtype=torch.promote_types(old.dtype, new.dtype))
     if kept:
@@ -219,5 +219,5 @@ def _enlarged(old: Tensor, new: Tensor, kept: int, need: int) -> Tensor:
 
 
 def _version(x: Tensor | None) -> int | None:
-    """Return how often a tensor was written to; tensors of inference mode do not count that."""
+    """Return torch's count of writes to a tensor; None for tensors of inference mode, which have no count."""
     return None if x is None or x.is_inference() else x._version

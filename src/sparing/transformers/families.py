@@ -1,6 +1,6 @@
 """Models whose modules compute attention by their own code, and what sparing can run in their place.
 
-Their classes are known by name alone: the code of a model is imported when one of its modules is approximated.
+Classes are recognised by name: the code of a model is imported when one of its modules is approximated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparing.contract import Method
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.methods.yoso.method import Yoso
 
-#: The families that have an adapter, in the words of a message.
+#: The families that have an adapter, as error messages list them.
 KNOWN = "MPNet, YOSO, Nystromformer and Longformer"
 
 
@@ -31,7 +31,7 @@ class Family:
     takes_exact: bool = False  #: it computes softmax attention, so that sparing's exact attention can replace it
 
     def refusal(self, module: nn.Module, method: Method) -> str | None:
-        """Return why such a module cannot run the method, beyond what is said of any layer."""
+        """Return why such a module cannot run the method, for reasons of this family; None if it can."""
         return None
 
     def own_method(self, module: nn.Module, name: str) -> Method | None:
@@ -41,7 +41,7 @@ class Family:
 
 class _YosoFamily(Family):
     def own_method(self, module: nn.Module, name: str) -> Method | None:
-        """Return for a bare "yoso" what the model's config asks for."""
+        """Return the settings of the model's config for the name "yoso"."""
         given: Any = module
         if name != "yoso":
             return None
@@ -55,9 +55,9 @@ class _LongformerFamily(Family):
     def refusal(self, module: nn.Module, method: Method) -> str | None:
         """Refuse methods that change the weights of the window."""
         if not isinstance(method, MonteCarlo):
-            return f"{self.attention} attends within a window by its own code; only monte_carlo can work beside it"
+            return f"{self.attention} attends within a window by its own code; only monte_carlo can run there"
         odd = [name for name in ("value", "value_global") if type(module._modules.get(name)) is not nn.Linear]
-        return f"{method.name} needs linear layers of the values, and {odd[0]} is none" if odd else None
+        return f"{method.name} needs linear layers of the values, and {odd[0]} is not one" if odd else None
 
 
 MPNET = Family("mpnet", "MPNetSelfAttention", biased=True, takes_exact=True)
@@ -72,7 +72,7 @@ _BY_CLASS = {
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """Return the family of an attention module, be it adapted or not; None for all other modules."""
+    """Return the family of an attention module, adapted or not; None for all other modules."""
     kind = type(module)
     found = getattr(kind, "family", None)  # of an adapted class
     return found if isinstance(found, Family) else _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -80,7 +80,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 @cache
 def misreads_masks(config: type) -> bool:
-    """Return whether models of this config class compute all attention themselves, from masks of another kind."""
+    """Return whether models of this config class compute attention by their own code, from other kinds of masks."""
     modeling = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
     if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         return False

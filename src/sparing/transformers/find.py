@@ -1,4 +1,4 @@
-"""The attention layers of a model, and what can be known of each before it runs."""
+"""Find the attention layers of a model, and what each can run, before the model runs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _PROJECTION = re.compile(r"^(q|k|v|query|key|value|qkv|c_attn|in_proj|w_?qkv)($|
 
 
 class LinearStandIn(nn.Linear):
-    """A layer that sparing puts in the place of a plain linear layer."""
+    """Base class of layers that sparing puts in the place of a plain linear layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
     """One attention module of a model."""
 
-    name: str  #: within the model that was given
-    index: int
-    stream: int  #: what keys its random streams: its number in the model
+    name: str  #: of the module within the model
+    index: int  #: position in the list that `find` returns
+    stream: int  #: the layer's number in the model, which selects its random streams
     module: nn.Module
     configs: tuple[Any, ...]  #: the configs that decide how it is run and which mask it gets
     causal: bool
     cross: bool
-    window: int | None  #: it attends within a window, by its mask
+    window: int | None  #: width of the window that its mask sets; None: it attends to everything
     biased: bool  #: it adds a position bias to the scores
-    value: str | None  #: the name of its own linear layer of the values
-    unsupported: str | None  #: why it cannot run anything but what it has
-    family: Family | None = None  #: it computes attention by its own code, for which there is an adapter
+    value: str | None  #: name of the module's linear layer of the values, if it has one
+    unsupported: str | None  #: why it can run nothing but its own attention
+    family: Family | None = None  #: set if it computes attention by its own code, for which there is an adapter
 
     @property
     def target(self) -> str:
@@ -48,7 +48,7 @@ class AttentionLayer:
         return "softmax" if self.family is None else self.family.target
 
     def method(self, spec: str | Method) -> Method:
-        """Return what a spec means here: a bare name takes the settings of a layer that runs such a method itself."""
+        """Return the method of a spec; a name alone takes the settings of a layer that runs such a method itself."""
         if self.family is not None and isinstance(spec, str):
             return self.family.own_method(self.module, spec.strip()) or _method(spec)
         return _method(spec)
@@ -77,7 +77,7 @@ class AttentionLayer:
 
 
 def find(model: nn.Module) -> list[AttentionLayer]:
-    """Return the attention layers in the order of `named_modules()`, or raise if there are none."""
+    """Return the attention layers of a model in the order of `named_modules()`, or raise if there are none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     layers: list[AttentionLayer] = []
@@ -86,12 +86,12 @@ def find(model: nn.Module) -> list[AttentionLayer]:
         if hooked or family_of(module) is not None or _looks_like_attention(module):
             layers.append(_describe(name, len(layers), module, pretrained, hooked, makes_causal))
     numbers: list[Any] = [getattr(layer.module, "layer_idx", None) for layer in layers]
-    if None not in numbers and len(set(numbers)) == len(numbers):  # a part of a model is numbered like the whole
+    if None not in numbers and len(set(numbers)) == len(numbers):  # a part of a model has the numbers of the whole
         layers = [replace(layer, stream=number) for layer, number in zip(layers, numbers, strict=True)]
     if not layers:
         raise ValueError(
-            f"model: {type(model).__name__} has no attention modules that sparing knows, none that asks transformers' "
-            "registry for its attention; leave it as it is"
+            f"model: {type(model).__name__} has no attention modules that sparing knows, and none that gets its "
+            "attention from transformers' registry; leave it as it is"
         )
     return layers
 
@@ -130,16 +130,16 @@ def _describe(
     unsupported = None
     if family is not None:
         if "forward" in vars(module):
-            family, unsupported = None, f"{kind} got another forward, by accelerate's hooks for example"
+            family, unsupported = None, f"{kind} has a replaced forward, as by accelerate's hooks"
     elif not hooked:
         unsupported = (
             f"{kind} computes its own attention, for which sparing has no adapter; there are adapters for {KNOWN}, and "
-            "other models must ask transformers' registry for their attention"
+            "other models must get their attention from transformers' registry"
         )
     elif config is None:
         unsupported = f"{kind} has no config that names its attention"
     elif "sdpa" in _constants(_code(module)):
-        unsupported = f"{kind} does other things under other names than 'sdpa'"
+        unsupported = f"{kind} behaves differently under other names than 'sdpa'"
     elif pretrained is not None and not getattr(pretrained, "_supports_sdpa", True):
         unsupported = f"{type(pretrained).__name__} does not run on scaled_dot_product_attention"
     configs = [config] if config is not None else []
@@ -157,13 +157,13 @@ def _describe(
 
 
 def _adds_bias(module: nn.Module) -> bool:
-    """Return whether relative positions go into its scores: T5, and vision models with a table of them."""
+    """Return whether the module adds relative positions to its scores (T5, and vision models with a table)."""
     tables = ("relative_position_bias", "relative_position_bias_table")
     return hasattr(module, "has_relative_attention_bias") or any(getattr(module, t, None) is not None for t in tables)
 
 
 def _is_plain_linear(layer: object) -> bool:
-    """Return whether x W^T + b is all it does, without hooks that a method on x and W would bypass."""
+    """Return whether the layer computes x W^T + b and has no hooks, which a method on x and W would bypass."""
     if isinstance(layer, LinearStandIn):
         return True
     hooked = isinstance(layer, nn.Module) and (layer._forward_hooks or layer._forward_pre_hooks)
@@ -171,7 +171,7 @@ def _is_plain_linear(layer: object) -> bool:
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
-    """Return the width of a layer that is local by its mask, or None if it covers every position of the model."""
+    """Return the window that a layer's mask sets, or None if it covers every position of the model."""
     kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds and number is not None and number < len(kinds):
         local = kinds[number] in ("sliding_attention", "chunked_attention")
@@ -185,7 +185,7 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 
 def uses_hook(module: nn.Module) -> bool:
-    """Return whether the module asks transformers' registry for its attention function."""
+    """Return whether the module gets its attention function from transformers' registry."""
     return "ALL_ATTENTION_FUNCTIONS" in _code(module).co_names
 
 
@@ -202,7 +202,7 @@ def _constants(code: CodeType) -> set[Any]:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Return whether it is torch's attention, or a class of that name with projections of its own."""
+    """Return whether the module is torch's attention, or has "Attention" in its class name and projections."""
     return isinstance(module, nn.MultiheadAttention) or (
         "Attention" in type(module).__name__
         and any(_PROJECTION.match(child) for child in dict(module.named_children()))

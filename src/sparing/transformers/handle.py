@@ -1,4 +1,4 @@
-"""`approximate()`: let a model run other methods; the handle that it returns gives the model back."""
+"""`approximate()`: replace the attention of a model by other methods; the handle that it returns restores it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sparing.transformers.statistics import LayerStatistics, Statistics, Tally
 
 
 class Handle:
-    """What `approximate()` did to a model. `restore()` undoes it, as does leaving a `with` block."""
+    """Returned by `approximate()`. `restore()`, or leaving a `with` block, gives back the model as it was."""
 
     def __init__(
         self, model: nn.Module, layers: list[AttentionLayer], settings: dict[int, LayerSettings], exact: dict[int, str]
@@ -43,14 +43,14 @@ class Handle:
         self.model = model
         self._layers = layers
         self._settings = settings
-        self._exact = exact  # why layers that nobody named stayed exact
+        self._exact = exact  # by layer: why it stays exact although the method was for all layers
         self._undo: list[Callable[[], None]] = []
         self._restored = False
         config = getattr(model, "config", None)
-        self._config = None if config is None else config_state(config)  # lives as long as somebody may restore
+        self._config = None if config is None else config_state(config)  # kept alive until the handle is gone
 
     def restore(self) -> None:
-        """Give the model back as it was before this call; harmless when repeated."""
+        """Undo the call of `approximate()`. Calling it again does nothing."""
         self._restored = True
         while self._undo:
             self._undo.pop()()
@@ -58,25 +58,25 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether it has not been restored."""
+        """Whether `restore()` has not been called."""
         return not self._restored
 
     @property
     def layers(self) -> dict[str, str]:
-        """What every attention layer of the model runs now."""
+        """The spec that every attention layer of the model runs now, by the layer's name."""
         return {layer.name: str(method_of(layer.module) or "exact") for layer in self._layers}
 
     @property
     def recipe(self) -> Recipe:
-        """The model's present state, to save or to apply elsewhere."""
+        """What the model runs now, to save or to apply to another model."""
         return recipe_of(self.model, self._layers)
 
     def statistics(self, *, reset: bool = False) -> Statistics:
-        """What the layers that this call approximated have run so far: calls, sampling rates, FLOPs; no times.
+        """Return counts of what the approximated layers have run so far: calls, sampling rates, FLOPs; no times.
 
         `print(handle.statistics())` shows a table. Runs of a compiled model are not counted.
 
-        reset: start again from zero afterwards.
+        reset: set all counts to zero afterwards.
         """
         layers = []
         for index, settings in self._settings.items():
@@ -117,7 +117,7 @@ class Handle:
         return "\n".join(lines) + ">"
 
     def _phases(self) -> list[str]:
-        """What causal layers do with prompts, and with tokens that continue a cache."""
+        """Return lines that say what causal layers do with prompts, and with tokens that continue a cache."""
         found = {}
         for layer in self._layers:
             state = state_of(layer.module)
@@ -146,22 +146,24 @@ def approximate(
     seed: int | None = 0,
     when: str | None = None,
 ) -> Handle:
-    """Let a Hugging Face model run other attention, in place; no weight is changed and nothing is copied.
+    """Replace the attention of a Hugging Face model, in place. No weight is changed and nothing is copied.
 
     what: a `Method` or its spec string, for all layers or for those of `layers`; a mapping from layers to methods; a
         `Recipe` or the path of its JSON file. None takes the recipe that the model's config holds.
     layers: numbers (in the order of `handle.layers`, negative ones from the end) or names, which may hold `*`.
         None: every attention layer, except those that attend within a window by themselves and those whose code
-        sparing cannot reach; the handle's repr tells which stayed exact, and why.
-    seed: fixes all random choices. None draws new ones at each call, governed by `torch.manual_seed`.
+        sparing cannot replace; `print(handle)` shows which stayed exact, and why.
+    seed: fixes all random choices. None draws new ones at each call, which depend on `torch.manual_seed`.
     when: "prefill" approximates prompts, and all other calls without a cache; "decode" leaves these exact and
         approximates tokens that continue a cache; "always" does both. None: as the recipe says, or else "always".
 
-    Returns a handle: `handle.restore()` gives the model back, and so does the end of a `with` block, also after an
-    exception. Calls may be nested: a later one rules where it says something, until it is restored. What a layer cannot
-    run is refused before anything is changed. Tokens that continue a cache (`generate`) run methods that can decode:
-    multipole, window and top_keys, from a `sparing.Index` beside the cache; all other methods leave them exact, and so
-    do caches that are not plain `DynamicCache` layers of float32 or float64.
+    Returns a handle. `handle.restore()` restores the model, and so does the end of a `with` block, also after an
+    exception. Calls may be nested: a later one applies to the layers that it names, until it is restored. What a layer
+    cannot run raises `Unsupported` before anything is changed.
+
+    Tokens that continue a cache (`generate`) are approximated by multipole, window and top_keys, from a `sparing.Index`
+    beside the cache. They stay exact with all other methods, and with caches that are not plain `DynamicCache` layers
+    of float32 or float64.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64))
@@ -186,14 +188,14 @@ def approximate(
 
 
 def _states(places: list[AttentionLayer]) -> list[LayerState]:
-    """Return the states of the layers, new ones where there were none; what a config's recipe says is read first."""
+    """Return the state of every layer: the one it has, the one that the config's recipe gives, or a new one."""
     for layer in places:
         state, config = state_of(layer.module), getattr(layer.module, "config", None)
         from_config = state is not None and all(settings.from_config for settings in state.stack)
         if from_config and config is not None and not names_sparing(config):
-            set_state(layer.module, None)  # the model was loaded by name, and another name was set since
+            set_state(layer.module, None)  # loaded with attn_implementation="sparing", and another name was set since
         if state_of(layer.module) is None and getattr(config, "_attn_implementation", None) == NAME:
-            with suppress(RuntimeError):  # what cannot be read raises when the layer runs
+            with suppress(RuntimeError):  # a recipe that cannot be read raises when the layer runs
                 state_by_name(layer.module)
     states = []
     for layer in places:
@@ -205,7 +207,7 @@ def _states(places: list[AttentionLayer]) -> list[LayerState]:
 
 
 def _apply(layer: AttentionLayer, state: LayerState, settings: LayerSettings, undo: list[Callable[[], None]]) -> None:
-    """Let the layer run the settings; whatever is changed first puts its undoing on the list."""
+    """Let the layer run the settings; add a function to `undo` before each change."""
     undo.append(lambda: _remove(layer, state, settings))
     state.stack.append(settings)
     set_state(layer.module, state)

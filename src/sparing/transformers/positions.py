@@ -17,11 +17,11 @@ _FIELD = "max_position_embeddings"  # families with another name (n_positions) m
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
 _POSITION = re.compile(r"(^|_)(pos|positions?|positional|wpe)(_|$)")
 _POSITION_CLASS = re.compile(r"Position(al)?(Embedding|Encoding)")
-_ELSEWHERE = re.compile(r"(^|_)(rel|relative|rotary)(_|$)|Rel(ative)?[A-Z]|Rotary")  # these act inside the attention
+_ELSEWHERE = re.compile(r"(^|_)(rel|relative|rotary)(_|$)|Rel(ative)?[A-Z]|Rotary")  # inside the attention
 
 
 class _Table(NamedTuple):
-    """A position embedding: `reserved` rows (padding, offset) that are no positions, then one row per position."""
+    """A position embedding: `reserved` rows for other uses (padding, offset), then one row per position."""
 
     name: str
     module: nn.Embedding
@@ -38,21 +38,22 @@ def extend_positions(model: Any, length: int) -> Any:
 
         row[p] = pretrained row[p mod n]      for positions p = 0 ... length - 1, n of them pretrained
 
-    So Longformer was made from RoBERTa (Beltagy et al. 2020), and YOSO-4096 from YOSO-512 (Zeng et al. 2021). Inputs
-    of the old length give the same output, bit for bit. Longer ones run; how well is a matter of some more training.
+    Longformer was made from RoBERTa in this way (Beltagy et al. 2020), and YOSO-4096 from YOSO-512 (Zeng et al. 2021).
+    Inputs of the old length give the same output, bit for bit. Longer inputs run, but need further training for good
+    results.
 
-    Rows that are no positions stay first: RoBERTa's two, counted in `config.max_position_embeddings` (4098 for a
+    Rows that are not positions stay first: RoBERTa's two, which `config.max_position_embeddings` counts (4098 for a
     length of 4096), and the two of BART, OPT and YOSO, which it does not count. Both tables of an encoder-decoder are
-    extended; a sinusoidal table goes on by its own formula. The config and everything else that the model sizes by
-    it (position ids, token types, causal masks) follow, so `save_pretrained` and `from_pretrained` agree. Models whose
-    positions have no table (rotary as in Llama and ModernBERT, T5's relative ones) come back unchanged. Any other
-    layout, such as an image's grid, raises `Unsupported` with the name of the module, and nothing is changed.
+    extended; a sinusoidal table is continued by its own formula. The config, and everything else whose size depends on
+    it (position ids, token types, causal masks), are changed too, so `save_pretrained` and `from_pretrained` agree.
+    Models without a position table (rotary as in Llama and ModernBERT, T5's relative ones) are returned unchanged. Any
+    other layout, such as an image's grid, raises `Unsupported` with the name of the module, and nothing is changed.
 
-    The tables become new parameters: make the optimizer afterwards. The tokenizer keeps its limit; for truncation at
+    The tables become new parameters: create the optimizer afterwards. The tokenizer keeps its limit; for truncation at
     the new length set `tokenizer.model_max_length = length` too.
 
     model: a `transformers.PreTrainedModel`; of a model made of several, such as CLIP, the part that reads the text.
-    length: tokens per input; the model's own number does nothing, a smaller one raises.
+    length: tokens per input. The model's present length changes nothing, a smaller one raises.
     Returns the model.
 
     >>> from transformers import BertConfig, BertModel
@@ -103,12 +104,12 @@ def _position_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]
 
 
 def _grows(module: nn.Module) -> bool:
-    """Return whether it is a sinusoidal table that its own forward lengthens on demand (FSMT, M2M100, XGLM)."""
+    """Return whether the module is a sinusoidal table that its own forward lengthens (FSMT, M2M100, XGLM)."""
     return "Sinusoid" in type(module).__name__ and (hasattr(module, "make_weight") or hasattr(module, "make_weights"))
 
 
 def _needs_no_table(model: nn.Module) -> bool:
-    """Return whether its positions are known to be computed for any length."""
+    """Return whether the model computes its positions for any length."""
     return any(
         "Rotary" in type(part).__name__ or name.endswith("relative_attention_bias") or _grows(part)
         for name, part in model.named_modules()
@@ -117,7 +118,7 @@ def _needs_no_table(model: nn.Module) -> bool:
 
 def _without_table(model: nn.Module) -> str:
     parts = [f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _ELSEWHERE.search(type(m).__name__)]
-    seen = f"; its positions seem to live in {parts[0]}" if parts else ""
+    seen = f"; its positions seem to be in {parts[0]}" if parts else ""
     return f"{type(model).__name__} has no learned position table that extend_positions knows{seen}; use it as it is"
 
 
@@ -147,7 +148,7 @@ def _table(model: Any, name: str, part: Any) -> _Table:
     if isinstance(offset, int):
         reserved = offset
     elif part.padding_idx is not None and part.padding_idx == getattr(parent, "padding_idx", None):
-        reserved = part.padding_idx + 1  # positions are counted from the padding row on
+        reserved = part.padding_idx + 1  # positions start after the padding row
     elif part.padding_idx is None:
         ids = getattr(parent, "position_ids", None)
         reserved = int(ids.flatten()[0]) if isinstance(ids, Tensor) else 0
@@ -166,8 +167,8 @@ def _table(model: Any, name: str, part: Any) -> _Table:
 def _changes(model: Any, tables: list[_Table], length: int) -> list[Callable[[], object]]:
     """Return all assignments, ready to run; every check and every allocation comes before the first of them.
 
-    What the length decides in a model is read off the model's own constructor: two skeletons without storage, one
-    with the old config and one with the new, differ in nothing else.
+    What depends on the length is found by the model's own constructor: two models without storage, one with the old
+    config and one with the new, differ in nothing else.
     """
     stored = getattr(model.config, _FIELD)
     longer = stored + length - tables[0].positions
@@ -177,7 +178,7 @@ def _changes(model: Any, tables: list[_Table], length: int) -> list[Callable[[],
         raise Unsupported(f"{type(model).__name__} is built differently for {_FIELD}={longer}: see {name}")
     sized = [name for name in after if name in here and before[name].shape != after[name].shape]
     table_of = {id(table.module.weight): table for table in tables}
-    grown: dict[int, Tensor] = {}  # by the old tensor's id: what is tied stays tied
+    grown: dict[int, Tensor] = {}  # by the old tensor's id, so that tied tensors stay tied
     for name in sized:
         tensor, table = here[name], table_of.get(id(here[name]))
         if tensor.shape != before[name].shape:
@@ -216,7 +217,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _skeleton(model: Any, stored: int) -> Any:
     config = copy.deepcopy(model.config)
     setattr(config, _FIELD, stored)
-    config._attn_implementation = "eager"  # how attention is computed decides no shape, and may need a GPU
+    config._attn_implementation = "eager"  # no shape depends on it, and others may need a GPU
     try:
         with torch.device("meta"):
             return type(model)(config)
@@ -233,23 +234,23 @@ def _tiled(table: _Table, length: int) -> Tensor:
 
 
 def _computed(skeleton: Any, name: str, old: Tensor, *, fixed: bool) -> Tensor:
-    """Return a longer buffer or fixed table by the family's own code, which must continue the present one."""
+    """Return a longer buffer or fixed table, computed by the model's own code; it must start with the present one."""
     if isinstance(old, nn.Parameter) and not fixed:
         raise Unsupported(f"{name} depends on the length too; extend_positions cannot lengthen it")
     owner, key = _owner(skeleton, name)
     empty = torch.zeros(getattr(owner, key).shape, dtype=old.dtype)
     setattr(owner, key, nn.Parameter(empty, requires_grad=False) if fixed else empty)
-    # The hook by which `from_pretrained` fills what checkpoints do not hold; some fill a table from the module around.
+    # `from_pretrained` calls this for what a checkpoint lacks; some tables are filled by the module around them.
     path = name.rpartition(".")[0]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for part in (path, path.rpartition(".")[0]) if fixed else (path,):
             skeleton._init_weights(skeleton.get_submodule(part))
     value = getattr(owner, key).detach().to(old.device)
     present = tuple(slice(size) for size in old.shape)
-    # A checkpoint's sines may differ in the last bit; the present rows are kept as they are.
+    # A checkpoint's sines may differ in the last bit; its own rows are kept.
     slack = 2 * torch.finfo(old.dtype).eps if fixed else 0
     if not torch.allclose(value[present], old, rtol=0, atol=slack):
-        raise Unsupported(f"{name} does not hold what {type(skeleton).__name__} puts there; it cannot be continued")
+        raise Unsupported(f"{name} differs from what {type(skeleton).__name__} computes; it cannot be continued")
     value[present] = old.detach()
     return value
 

@@ -1,8 +1,8 @@
-"""What sparing keeps on an attention module and for a config: plain Python, outside weights and state_dict.
+"""The state that sparing keeps for an attention module and for a config, outside weights and state_dict.
 
-`LayerState` says what a module runs. `ConfigState` says which attention implementation a config names, and who wrote a
-recipe into it. A config may be shared, by the encoder and the decoder of a model or by two models: its state is found
-by the config object, and not through a model.
+`LayerState` holds what a module runs. `ConfigState` holds which attention implementation a config names, and which
+models wrote a recipe into it. A config may be shared, by the encoder and the decoder of a model or by two models: its
+state is found by the config object, and not through a model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sparing.contract import Method, Projection
 from sparing.methods.exact import Exact
 from sparing.transformers.statistics import Tally
 
-#: The attention implementation, in the words of transformers: layers run what the config's recipe says.
+#: The value of attn_implementation: layers run what the config's recipe says.
 NAME = "sparing"
-#: The same while `approximate()` has set methods for some layers; all others of the config stay exact.
+#: Its value while `approximate()` has set methods for some layers; other layers of the config stay exact.
 CHOSEN = "sparing_chosen"
 
 _ATTRIBUTE = "_sparing"
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
     @property
     def projected(self) -> Tensor:
-        """The values that every method takes."""
+        """The projected values."""
         return self.value.project(self.key.shape[1]) if isinstance(self.value, Projection) else self.value
 
 
@@ -48,11 +48,11 @@ class LayerSettings:
 
     method: Method
     seed: int | None
-    number: int  #: of the layer in its model; keys the random streams
+    number: int  #: of the layer in its model; selects the random streams
     when: str = "always"  #: one of `recipe.WHEN`
-    from_config: bool = False  #: read from the config's recipe, and not by `approximate()`
+    from_config: bool = False  #: read from the config's recipe, and not set by `approximate()`
     tally: Tally = field(default_factory=Tally)
-    observer: Callable[[Seen], None] | None = None  #: is shown the calls, which are exact then
+    observer: Callable[[Seen], None] | None = None  #: gets every call, which then runs exact attention
     exact: bool = field(init=False)  #: the method is exact attention
 
     def __post_init__(self) -> None:
@@ -64,18 +64,18 @@ class LayerSettings:
         return self.when != "prefill" and self.method.supports.decode
 
     def streams(self, heads: int) -> list[int]:
-        """Return the random streams of the key-value heads; no two layers share one."""
+        """Return the random streams of the key-value heads, which no other layer of the model uses."""
         return list(range(self.number * _HEADS, self.number * _HEADS + heads))
 
 
 @dataclass(eq=False)
 class LayerState:
-    """The settings for one layer, the latest of which rule, and what is known of the layer."""
+    """The settings of one layer, the last of which apply, and facts about the layer."""
 
     name: str
     cross: bool = False  #: the keys come from another sequence
     value_name: str | None = None  #: the name of the layer's linear layer of the values
-    window: int | None = None  #: the layer attends within so many tokens, by its mask
+    window: int | None = None  #: width of the window that the layer's mask sets, in tokens
     stack: list[LayerSettings] = field(default_factory=list)
     configs: list[ConfigState] = field(default_factory=list)
     called: bool = False  #: the layer has called sparing at least once
@@ -87,16 +87,16 @@ class LayerState:
 
     @property
     def active(self) -> bool:
-        """Whether the configs name sparing; the user may change that at any time."""
+        """Whether the configs name sparing, which the user may change at any time."""
         return all(names_sparing(state.config) for state in self.configs)
 
     @property
     def projects(self) -> bool:
         """Whether the layer's method works on the projection of the values."""
-        return bool(self.stack) and self.stack[-1].method.supports.projection
+        return self.settings is not None and self.settings.method.supports.projection
 
     def set_configs(self, configs: Iterable[Any]) -> None:
-        """Set the configs that decide how the layer is run; states that came with a copied model are found again."""
+        """Set the configs that decide how the layer is run; register the states that a copied model brought along."""
         for state in self.configs:
             _config_states.setdefault(id(state.config), state)
         self.configs = [config_state(config) for config in configs]
@@ -108,7 +108,7 @@ def state_of(module: nn.Module) -> LayerState | None:
 
 
 def set_state(module: nn.Module, state: LayerState | None) -> None:
-    """Give the module its state, or remove it."""
+    """Set the state of an attention module; None removes it."""
     if state is not None:
         setattr(module, _ATTRIBUTE, state)
     elif state_of(module) is not None:
@@ -124,17 +124,17 @@ def method_of(module: nn.Module) -> Method | None:
 
 @dataclass(eq=False)
 class ConfigState:
-    """The implementation that one config object names: sparing's while any layer that reads it has settings."""
+    """Sets the implementation that one config names: sparing's while any layer that reads it has settings."""
 
     config: Any
-    implementation: str | None = None  #: that the config named before
-    users: int = 0  #: settings that need sparing's
+    implementation: str | None = None  #: the name in the config before
+    users: int = 0  #: number of settings that need sparing's name
     recipe: Any = None  #: `config.sparing` before any of `writers` wrote there
     writers: WeakValueDictionary[int, nn.Module] = field(default_factory=WeakValueDictionary)
-    numbered: int = 0  #: modules without a number of their own that were given one
+    numbered: int = 0  #: how many modules without a `layer_idx` have got a number
 
     def name_sparing(self) -> Callable[[], None]:
-        """Count one more user, and return the function that removes it. The last one gives back the first name."""
+        """Count one more user, and return a function that removes it; the last one to run restores the name."""
         previous, nested = self.config._attn_implementation, self.users > 0
         if not nested:
             self.implementation = previous
@@ -145,19 +145,19 @@ class ConfigState:
             self.users -= 1
             if self.users == 0:
                 self.config._attn_implementation_internal = self.implementation
-            elif nested and previous not in (NAME, CHOSEN):  # the user had named another one in between
+            elif nested and previous not in (NAME, CHOSEN):  # the user had set another name in between
                 self.config._attn_implementation_internal = previous
 
         return remove
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "writers": None}  # a copy of a model has not written anything
+        return {**vars(self), "writers": None}  # a copied model has not written into the config
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, writers=WeakValueDictionary())
 
 
-#: By the id of the config, which its state keeps alive; a state lives as long as a layer or a handle holds it.
+#: By the id of the config, which its state keeps alive. A state lives as long as a layer or a handle holds it.
 _config_states: WeakValueDictionary[int, ConfigState] = WeakValueDictionary()
 
 

@@ -24,26 +24,26 @@ class _Step(NamedTuple):
     queries: torch.Size
     keys: int
     width: int
-    valid: int | None  #: keys of all items together that are no padding; None: all
+    valid: int | None  #: keys of all items together that are not padding; None: all
     facts: Mapping[str, Tensor] | None  #: None: all keys were read
 
 
 @dataclass
 class Tally:
-    """Sums over the calls of one layer. Work is counted on valid tokens, as if padding had been taken out."""
+    """Sums over the calls of one layer. FLOPs are counted on valid tokens, as if padding had been removed."""
 
-    calls: int = 0  #: that ran the method
-    steps: int = 0  #: that ran the method on tokens which continue a cache
-    exact_calls: int = 0  #: that ran exact attention, because they continue a cache, or are a prompt left exact
-    covered: int = 0  #: that were exact because the method's budget holds every key
-    queries: int = 0  #: of all heads, in calls and steps
-    touched: float = 0.0  #: keys, summaries or features that they read
-    shown: float = 0.0  #: keys that they could have read
+    calls: int = 0  #: calls that ran the method
+    steps: int = 0  #: calls that ran the method on tokens which continue a cache
+    exact_calls: int = 0  #: calls that ran exact attention
+    covered: int = 0  #: calls that were exact because the method's budget covers every key
+    queries: int = 0  #: queries of all heads, in calls and steps
+    touched: float = 0.0  #: keys, summaries or features that the queries read
+    shown: float = 0.0  #: keys that the queries could have read
     tokens: int = 0  #: valid keys
-    slots: int = 0  #: keys with padding
+    positions: int = 0  #: valid keys and padding
     rate: float = 0.0  #: shares of the features that were sampled, summed over valid keys (mean over heads)
-    global_tokens: int = 0  #: of `tokens`, those in a layer of values that only global tokens read (Longformer)
-    global_rate: float = 0.0  #: of `rate`, likewise
+    global_tokens: int = 0  #: part of `tokens`: of a value layer that only global tokens read (Longformer)
+    global_rate: float = 0.0  #: part of `rate`, likewise
     flops: float = 0.0
     exact_flops: float = 0.0
     pending: list[_Step] = field(default_factory=list, repr=False)  #: steps that are not counted yet
@@ -52,14 +52,14 @@ class Tally:
         self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, lengths: list[int],
         is_causal: bool, facts: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Count one call; lengths: the valid keys of each item, facts: what the method noted."""
+        """Count one call. lengths: the valid keys of each item. facts: the statistics of the method."""
         batch, heads, n_q, head_dim = query.shape
         kv_heads, n_k = key.shape[1], key.shape[2]
         width = value.weight.shape[0] // kv_heads if isinstance(value, Projection) else value.shape[-1]
         features = value.x.shape[-1] if isinstance(value, Projection) else None
         self.calls += 1
         self.covered += method.covers(n_k)
-        self.slots += batch * n_k
+        self.positions += batch * n_k
         for item, length in enumerate(lengths):
             shape = Shape(
                 heads=heads, kv_heads=kv_heads, queries=length if n_q == n_k else n_q, keys=length, head_dim=head_dim,
@@ -86,9 +86,9 @@ class Tally:
         keep: Tensor | None,
         facts: Mapping[str, Tensor] | None,
     ) -> None:
-        """Count a call that continued a cache; without the clusters that it may have made.
+        """Count a call that continued a cache, without the work of extending the index.
 
-        facts: None if it was exact, because the budget holds every key.
+        facts: the statistics of the index; None if the call was exact because the budget covers every key.
         """
         valid = None if keep is None else int(keep.sum())
         step = _Step(method, query.shape, key.shape[2], value.shape[3], valid, facts)
@@ -100,7 +100,7 @@ class Tally:
             self.count_pending()
 
     def count_pending(self) -> Tally:
-        """Count the steps that were left for later, so that generation need not wait for it, and return the tally."""
+        """Count the pending steps, which are kept so that generation does not wait for it, and return the tally."""
         with _counting:
             for method, (batch, heads, n_q, head_dim), n_k, width, valid, facts in self.pending:
                 keys = batch * n_k if valid is None else valid
@@ -110,19 +110,19 @@ class Tally:
                 self.shown += shown
                 self.touched += touched
                 self.exact_flops += each * shown
-                self.flops += each * (shown if method.oracle else touched)  # an oracle looks at everything first
+                self.flops += each * (shown if method.oracle else touched)  # an oracle scores every key first
             self.pending = []
         return self
 
     def add_values(
         self, counts: Tensor, valid: Tensor, features: int, width: int, other_flops: float, *, for_global: bool
     ) -> None:
-        """Count a call whose weights somebody else computed, in `other_flops`, and whose values were sampled.
+        """Count a call whose values were sampled; `other_flops` is the work of everything else.
 
         counts: (B, H, n) samples of each token; valid: (B, n); width: entries of a value; for_global: only global
         tokens read them.
         """
-        self.slots += valid.numel()
+        self.positions += valid.numel()
         tokens = int(valid.sum())
         self.tokens += tokens
         shares = float((counts.double() * valid[:, None]).sum()) / (features * counts.shape[1])
@@ -137,7 +137,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """The calls of one layer since it was approximated. Ratios above 1 are savings; nothing here is a time."""
+    """The calls of one layer since it was approximated. Ratios above 1 are savings of FLOPs, not of time."""
 
     name: str
     method: Method
@@ -176,18 +176,18 @@ class LayerStatistics:
 
     @property
     def paper_rate(self) -> float | None:
-        """The mean of r / d over all positions, where padding counts as a token without samples: the paper's."""
-        return self._per(self.tally.slots)
+        """The mean of r / d over all positions, as in the paper: padding counts as tokens without samples."""
+        return self._per(self.tally.positions)
 
     @property
     def paper_reduction(self) -> float | None:
-        """FLOPs saved the paper's way: of the linear layer alone, padding included."""
+        """FLOPs saved as the paper counts them: of the linear layer alone, padding included."""
         return None if not self.paper_rate else 1 / self.paper_rate
 
     @property
     def padding_reduction(self) -> float:
-        """What taking out the padding would save by itself."""
-        return self.tally.slots / max(self.tally.tokens, 1)
+        """FLOPs of the linear layer that removing the padding would save by itself."""
+        return self.tally.positions / max(self.tally.tokens, 1)
 
     @property
     def projection_reduction(self) -> float | None:
@@ -211,7 +211,7 @@ class Statistics:
 
     @property
     def total(self) -> LayerStatistics:
-        """All layers together; of several methods, the sampled ones only."""
+        """All layers together; only those that sample the values, if there are any."""
         sampled = [layer for layer in self.layers if layer.method.supports.projection] or list(self.layers)
         whole = Tally()
         for layer in sampled:
@@ -239,7 +239,7 @@ def _valid_part(facts: Mapping[str, Tensor], length: int, features: int | None) 
     """Return the facts of one item about its sampled values, averaged over its valid keys alone."""
     if "counts" not in facts or not features:
         return None
-    # Padding has no samples, but where everything is exact it is projected like the rest.
+    # Padding has no samples, but if all values are projected exactly, it is projected too.
     rate = (facts["counts"].double().sum(-1) / (max(length, 1) * features)).clamp_max(1.0)  # (H_kv,)
     part = {"counts": facts["counts"], "padded_rate": rate.mean()}
     if "products" in facts:

@@ -1,4 +1,4 @@
-"""Observe what the attention layers of a model are given as it runs: measurements need the very tensors."""
+"""Observe the tensors that the attention layers of a model get as it runs, for measurements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Seen", "is_approximated", "record_calls", "rehearse", "swapped"]
 
 
 def is_approximated(model: nn.Module) -> bool:
-    """Return whether a layer runs a method now."""
+    """Return whether any layer of the model runs a method now."""
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     return any(state.active and state.settings is not None and not state.settings.exact for state in states)
 
 
 def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
-    """Approximate a model for a measurement: prompts only, without the warning that a method wants training first."""
+    """Approximate a model for a measurement: prompts only, and without the warning about further training."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*needs further training")
         return approximate(model, what, seed=seed, when="prefill")
@@ -32,9 +32,9 @@ def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
 
 @contextmanager
 def rehearse(model: nn.Module, what: str | Method, see: Callable[[Seen], None], *, seed: int = 0) -> Iterator[None]:
-    """Show `see` every call that would be approximated, while the model stays exact.
+    """Pass every call that would be approximated to `see`, while the model stays exact.
 
-    What `approximate` refuses is refused here, too. For prompts and other calls without a cache.
+    Only prompts and other calls without a cache are passed. Raises where `approximate` would.
     """
     with swapped(model, what, seed=seed) as handle:
         for settings in handle._settings.values():

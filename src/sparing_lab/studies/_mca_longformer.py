@@ -56,7 +56,7 @@ def _work(subject: Subject, total: Any, length: int) -> dict[str, ProjectionWork
     """Over all layers. Longformer has a second layer of values, which only global tokens read, in each of them."""
     tally, layers, window = total.tally, len(find(subject.model)), _window(subject)
     sides = 1 if window is None else 2
-    slots = tally.slots / (layers * sides)
+    slots = tally.positions / (layers * sides)
     rows = range(length)
     reach = length if window is None else window // 2
     # A token sees its window, and the first token where that is not in it; the first token sees all.

@@ -1,1 +1,1 @@
-"""What happens when a model calls sparing for its attention: `function` sorts a call into one of four handlers."""
+"""One call of attention by a model; `function` passes it to a handler: exact, prefill, decode or projection."""

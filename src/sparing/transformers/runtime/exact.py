@@ -1,4 +1,4 @@
-"""Calls that run exact attention, by the function that the model itself would call."""
+"""Handle calls that run exact attention, by transformers' own function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparing.transformers.runtime.call import ModelCall
 
 
 def exact(call: ModelCall, *, count: bool = True) -> Tensor:
-    """Run transformers' own call of SDPA; count it where the layer has settings."""
+    """Run transformers' attention function for SDPA, and count the call if the layer has settings."""
     if call.settings is not None and count and not call.tracing:
         call.settings.tally.exact_calls += 1
     value = call.value.project(call.key.shape[1]) if isinstance(call.value, Projection) else call.value

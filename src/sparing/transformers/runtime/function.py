@@ -1,7 +1,7 @@
 """The attention function that transformers calls under the name "sparing", and its registration.
 
-Attention and mask function are registered both or neither: with an attention function alone, transformers makes no
-mask, and padding and causality are lost without a word. So the function looks at the registry at every call.
+The attention function needs its mask function beside it: without one, transformers silently makes no mask, and padding
+and causality are lost. So every call checks that both are registered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparing.transformers.state import CHOSEN, NAME, state_of
 
 
 def register() -> None:
-    """Make `attn_implementation="sparing"` known to transformers; harmless when repeated."""
+    """Register `attn_implementation="sparing"` with transformers. Calling it again does nothing."""
     for name in (NAME, CHOSEN):
         AttentionInterface.register(name, attention_function)
         AttentionMaskInterface.register(name, mask_function)
@@ -42,18 +42,20 @@ def attention_function(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, n_q, d], key and value [B, H_kv, n_k, .] -> ([B, n_q, H, e], no weights)."""
+    """Return the output [B, n_q, H, e], and None for the weights.
+
+    query: [B, H, n_q, d]. key, value: [B, H_kv, n_k, .]. Signature and names are those of transformers.
+    """
     known, tracing, n_q, n_k = state_of(module), torch.compiler.is_compiling(), query.shape[2], key.shape[2]
     state = state_by_name(module) if known is None else known
-    settings = state.stack[-1] if state.stack else None
+    settings = state.settings
     stays_exact = settings is None or settings.exact
-    projects = settings is not None and settings.method.supports.projection
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     simplify = looks_back and not stays_exact and not tracing
     mask = read_mask(attention_mask, n_q, n_k, looks_back=looks_back, simplify=simplify)
     call = ModelCall(
         module=module, state=state, settings=settings, tracing=tracing, is_first=known is None,
-        query=query, key=key, value=read_projection(module, state, value, query) if projects else value,
+        query=query, key=key, value=read_projection(module, state, value, query) if state.projects else value,
         mask=mask, is_causal=is_causal, dropout=dropout, scale=scaling, position_bias=position_bias, others=others,
         continues=(n_q == 1 and n_k > 1) or (n_q < n_k and mask.written_out and not state.cross),
         may_index=looks_back and position_bias is None and not tracing and settings is not None and settings.decodes,
@@ -63,6 +65,6 @@ def attention_function(
         state.called = True
     if stays_exact:
         return exact(call), None
-    if projects:
+    if state.projects:
         return projection(call), None
     return (decode(call) if call.continues else prefill(call)), None

@@ -1,7 +1,7 @@
-"""What a mask of transformers means: made small for sparing, read once per call, and put together with biases.
+"""Make the masks of a model, and read the mask of each call.
 
-`mask_function` makes the masks of a whole model. `read_mask` reads what then arrives at a layer as a `ModelMask`, which
-gives the door, SDPA and an index what each of them takes.
+`mask_function` makes the masks of a whole model, in a small form. `read_mask` reads the mask that a layer gets as a
+`ModelMask`, which gives `attention()`, SDPA and an index the form that each of them takes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def mask_function(
 ) -> Tensor | None:
     """Return the mask that transformers asks for, in its smallest form.
 
-    None: nothing is hidden, beyond causality. [B, n_q] boolean: a causal prompt with padding. [B, 1, n_q, n_k] boolean:
-    anything else; without memory of its own where only padding hides keys.
+    None: nothing but causality hides keys. [B, n_q] boolean: the padding of a causal prompt. [B, 1, n_q, n_k] boolean:
+    anything else; a view of the padding if nothing else hides keys.
     """
     tracing = torch.compiler.is_compiling()
     kind: type = type(others.get("config"))
     if not tracing and misreads_masks(kind):
         raise RuntimeError(
-            f"models of {kind.__name__} compute their attention by themselves, and would misread the mask of "
+            f"models of {kind.__name__} compute attention by their own code, and would misread the mask of "
             f"attn_implementation={NAME!r}; load the model without it, then call sparing.approximate(model, method)"
         )
     padding = None if attention_mask is None else attention_mask[:, : kv_length + kv_offset]
@@ -64,11 +64,11 @@ def mask_function(
 
 @dataclass(eq=False)
 class ModelMask:
-    """What one call of a layer hides from n_q queries, which are the last of n_k positions where they continue any."""
+    """The mask of one call: n_q queries, which are the last of n_k positions if they continue a cache."""
 
     tensor: Tensor | None  #: [B, n_q] boolean, the padding of a causal prompt; or [B, 1 or H, n_q, n_k], any mask
-    written_out: bool  #: it has an entry for each query and key; causality is then part of it
-    causal: bool  #: later keys are hidden too, and `tensor` does not say so
+    written_out: bool  #: `tensor` has an entry for each query and key, and includes causality
+    causal: bool  #: later keys are hidden too, which `tensor` does not include
     n_q: int
     n_k: int
 
@@ -93,7 +93,7 @@ def read_mask(mask: Tensor | None, n_q: int, n_k: int, *, looks_back: bool, simp
     """Read the mask that a model passes to a layer.
 
     looks_back: queries see no later keys.
-    simplify: read a causal mask with padding that was written out as its padding; not within a graph.
+    simplify: read a full causal mask with padding as its padding; not while torch.compile traces.
     """
     if mask is not None and simplify and n_q == n_k > 1 and mask.ndim == 4:
         found = _padding_of(mask, n_q, n_k, padded_rows=True)
@@ -103,7 +103,7 @@ def read_mask(mask: Tensor | None, n_q: int, n_k: int, *, looks_back: bool, simp
 
 
 def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """Return a bias that hides what the mask hides; in 16 bits their plain sum may rise above the lowest number."""
+    """Return the bias with -inf where the mask hides a key; a sum in 16 bits may exceed the lowest number."""
     if mask is None:
         return bias
     total = bias if mask.dtype == torch.bool else bias + mask
@@ -111,12 +111,12 @@ def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def shown_keys(mask: Tensor) -> Tensor:
-    """Return which keys any query of any head may see, [B, 1, 1, n_k], of a boolean or additive mask."""
+    """Return which keys at least one query of one head may see, [B, 1, 1, n_k], from a boolean or additive mask."""
     return (~_hidden(mask)).any(-2, keepdim=True).any(1, keepdim=True)
 
 
 def count_valid_keys(mask: Tensor | None, batch: int, n_k: int) -> list[int]:
-    """Return the number of valid keys of each item; all of them unless the mask is nothing but padding."""
+    """Return the number of valid keys of each item; n_k unless the mask is nothing but padding."""
     if mask is None or mask.dtype != torch.bool or (mask.shape[-2] != 1 and mask.stride(-2) != 0):
         return [n_k] * batch
     found: list[int] = mask[:, 0, 0].sum(-1).tolist()
@@ -129,7 +129,7 @@ def _hidden(mask: Tensor) -> Tensor:
 
 
 def _causal_square(padding: Tensor, n_k: int) -> Tensor:
-    """Write out the padding [B, n_q] of a causal prompt as [B, 1, n_q, n_k]; keys after the prompt are hidden."""
+    """Return the full mask [B, 1, n_q, n_k] of a causal prompt with padding [B, n_q]; keys after it are hidden."""
     n_q = padding.shape[1]
     causal = torch.ones(n_q, n_k, dtype=torch.bool, device=padding.device).tril()
     return causal & nn.functional.pad(padding, (0, n_k - n_q))[:, None, None, :]
@@ -138,7 +138,7 @@ def _causal_square(padding: Tensor, n_k: int) -> Tensor:
 def _padding_of(mask: Tensor, n_q: int, n_k: int, *, padded_rows: bool) -> Tensor | None:
     """Return the padding [B, n_k] of a mask of the last n_q of n_k positions; None if it hides anything else.
 
-    padded_rows: the rows of padded queries must be causal, too; otherwise they may show anything.
+    padded_rows: the rows of padded queries must be causal too; else they are ignored.
     """
     if mask.shape[1] != 1 or mask.shape[2:] != (n_q, n_k) or mask.requires_grad:
         return None

@@ -1,4 +1,4 @@
-"""Prompts, and all other calls that continue nothing: the method runs, and its index learns what a cache will hold."""
+"""Handle prompts, and all other calls that do not continue a cache: run the method, and index what a cache keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparing.transformers.state import LayerSettings
 
 
 def prefill(call: ModelCall) -> Tensor:
-    """Run the method, or exact attention where it is for decoding alone; index the prompt where a cache keeps it."""
+    """Run the method, or exact attention if when="decode"; index the prompt if a cache keeps it."""
     query, key, value, settings = call.query, call.key, call.value, call.settings
     assert isinstance(value, Tensor)
     assert settings is not None
@@ -23,7 +23,7 @@ def prefill(call: ModelCall) -> Tensor:
         known, keep = call.mask.padding()
         if known and call.mask.n_q == call.mask.n_k:
             index = _new_index(settings, key, call.scale)
-            past = index.begin(query, key, value)  # where the prompt's attention may leave what it computed
+            past = index.begin(query, key, value)  # the prompt's attention may store results there
     out = exact(call) if settings.when == "decode" else run_call(call, past)
     if index is not None:
         index.append(query, key, value, keep)
@@ -35,7 +35,7 @@ def prefill(call: ModelCall) -> Tensor:
 
 
 def index_prompt(settings: LayerSettings, layer: IndexedLayer, query: Tensor, scale: float | None) -> None:
-    """Index a prompt without padding that a layer of a cache holds, and whose attention somebody else computed."""
+    """Index a prompt without padding that a layer of a cache holds, and whose attention is already computed."""
     assert layer.keys is not None
     assert layer.values is not None
     index = _new_index(settings, layer.keys, scale)

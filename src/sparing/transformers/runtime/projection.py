@@ -1,4 +1,4 @@
-"""Methods that sample the product of the value layer themselves, from its input."""
+"""Handle methods that compute the value layer's product themselves, from its input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def projection(call: ModelCall) -> Tensor:
 
 
 def read_projection(module: nn.Module, state: LayerState, value: Tensor, like: Tensor) -> Projection:
-    """Return the projection that the layer's values stand for."""
+    """Return the input, weight and bias of the layer's values."""
     layer = getattr(module, state.value_name or "", None)
     if not isinstance(layer, UnprojectedLinear):
         raise refusals.replaced_value_layer(state)
@@ -33,9 +33,9 @@ def read_projection(module: nn.Module, state: LayerState, value: Tensor, like: T
 class UnprojectedLinear(LinearStandIn):
     """Stands in for a linear layer of values, with the same parameters under the same names.
 
-    While its attention layer runs a method on the projection, it returns a placeholder of NaN that takes no memory.
-    Whatever else used its output would show at once. The storage of the placeholder carries the layer's input, through
-    any view of it and in any thread, to `read`. The first time it returns its product, to see that the attention layer
+    While its attention layer runs a method on the projection, it returns a placeholder of NaN that takes no memory, so
+    that any other use of its output is noticed. The storage of the placeholder carries the layer's input to `read`,
+    through any view and in any thread. The first call returns the product itself, to check that the attention layer
     splits it into heads as `Projection` does.
     """
 
@@ -44,20 +44,20 @@ class UnprojectedLinear(LinearStandIn):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self.train(layer.training)
-        self.original = (layer,)  # in a tuple: no part of the module tree
+        self.original = (layer,)  # in a tuple, so that it is not a submodule
         self.state = state
-        self.proven = False  # the values arrive in the order that `Projection` has
-        self.traced: Tensor | None = None  # the input within a graph, whose tensors have no storage to carry it
+        self.checked = False  # the attention layer splits the values into heads as `Projection` does
+        self.traced: Tensor | None = None  # the input while torch.compile traces: traced tensors have no storage
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product, or its placeholder."""
         if not self.state.projects or not self.state.active:
             return super().forward(input)
         tracing = torch.compiler.is_compiling()
-        if self.proven or tracing:
+        if self.checked or tracing:
             output = input.new_full((), torch.nan).expand(*input.shape[:-1], self.out_features)
         else:
-            with torch.no_grad():  # so that a pass that is run again for its gradient looks the same
+            with torch.no_grad():  # so that gradient checkpointing, which runs the pass again, saves the same tensors
                 output = super().forward(input)
         if tracing:
             self.traced = input
@@ -66,7 +66,7 @@ class UnprojectedLinear(LinearStandIn):
         return output
 
     def read(self, value: Tensor, like: Tensor) -> Projection:
-        """Return the projection that a view of the placeholder stands for."""
+        """Return the projection of which `value`, a view of the placeholder, is the result."""
         tracing = torch.compiler.is_compiling()
         if tracing:
             input, self.traced = (None if any(value.stride()) else self.traced), None
@@ -75,17 +75,17 @@ class UnprojectedLinear(LinearStandIn):
         if input is None:
             raise refusals.copied_values(self.state)
         found = Projection(input, self.weight, self.bias).map(lambda t: t.to(like.dtype))
-        if not self.proven and not tracing:
+        if not self.checked and not tracing:
             with torch.no_grad():
                 expected = found.project(value.shape[1]).to(value.dtype)
             size = 0.05 * float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max()) if expected.numel() else 0.0
             if expected.shape != value.shape or not torch.allclose(expected, value, 0.05, size, equal_nan=True):
                 raise refusals.other_heads(self.state)
-            self.proven = True
+            self.checked = True
         return found
 
     def restored(self) -> nn.Linear:
-        """Return the layer that it stands in for, with the parameters as they are now."""
+        """Return the original layer, with the parameters as they are now."""
         (layer,) = self.original
         layer.weight, layer.bias = self.weight, self.bias
         return layer.train(self.training)

@@ -1,6 +1,6 @@
-"""All reasons for which a call of an approximated layer is refused, in words that name the layer and the way out.
+"""The errors of a call of an approximated layer. Each names the layer and the way out.
 
-What a layer cannot run at all is refused earlier, by `approximate()`.
+What a layer can never run is refused earlier, by `approximate()`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparing.transformers.runtime.call import ModelCall
 from sparing.transformers.runtime.masks import mask_function
 from sparing.transformers.state import CHOSEN, NAME, LayerSettings, LayerState
 
-#: Arguments that change no result, or that are already in the mask: a window's width, positions of packed sequences.
+#: Arguments that do not change the result, or are already in the mask (a window's width, packed sequences).
 HARMLESS = {
     "cache_position", "deterministic", "hidden_states", "max_length_k", "max_length_q", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
@@ -25,7 +25,7 @@ HARMLESS = {
 
 
 def check_call(call: ModelCall) -> None:
-    """Raise if a call of the attention function cannot be trusted: its mask was lost, or an argument is not known."""
+    """Raise if the mask of a call may be lost, or if an argument is not known."""
     known, mask = AttentionMaskInterface._global_mapping, call.mask
     if known.get(NAME) is not mask_function or known.get(CHOSEN) is not mask_function:
         raise RuntimeError(
@@ -36,7 +36,8 @@ def check_call(call: ModelCall) -> None:
         check_arguments(call.state, call.others)
     if mask.tensor is not None and not mask.written_out and not mask.causal:
         raise RuntimeError(
-            f"{call.state.name}: a causal mask of shape {list(mask.tensor.shape)} in a layer that is not"
+            f"{call.state.name}: the mask of shape {list(mask.tensor.shape)} is for causal layers, and this "
+            "one is not causal; pass a mask of shape [B, 1, n_q, n_k]"
         )
 
 
@@ -48,22 +49,22 @@ def check_arguments(state: LayerState, others: Mapping[str, Any], harmless: Coll
 
 
 def check_dropout(state: LayerState, settings: LayerSettings, dropout: float) -> None:
-    """Raise if the model drops weights and the method cannot."""
+    """Raise if the model uses attention dropout and the method does not support it."""
     if dropout > 0 and not settings.method.supports.dropout:
         raise Unsupported(
             f"{state.name}: the model drops attention weights in training (p={dropout}), which {settings.method.name} "
-            "cannot; load the model with its attention dropout at 0, or call model.eval()"
+            "does not support; load the model with its attention dropout at 0, or call model.eval()"
         )
 
 
 def check_called(state: LayerState, module: nn.Module) -> None:
-    """Raise if a layer that should have called sparing has not: its code may have rules that cannot be seen."""
+    """Raise if a layer should have called sparing and has not: its code may choose otherwise."""
     if state.active and not state.called:
         raise RuntimeError(f"{state.name}: {type(module).__name__} did not call sparing; leave it exact")
 
 
 def unsupported(state: LayerState, error: Unsupported) -> Unsupported:
-    """Return what the door refused, with the name of the layer."""
+    """Return the error of `attention()` with the name of the layer."""
     local = f" (the layer attends within {state.window} tokens; shorter inputs need no mask)" if state.window else ""
     return Unsupported(f"{state.name}: {error}{local}")
 
@@ -90,5 +91,5 @@ def other_mask(state: LayerState, mask: Tensor) -> Unsupported:
 
 
 def other_heads(state: LayerState) -> Unsupported:
-    """Return the error for values that are split into heads otherwise than `Projection` splits them."""
-    return Unsupported(f"{state.name}: the model splits its values into heads in a way of its own")
+    """Return the error for values that are split into heads in another way than by `Projection`."""
+    return Unsupported(f"{state.name}: the model splits its values into heads in a way of its own; use another method")
