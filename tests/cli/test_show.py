@@ -13,14 +13,14 @@ from sparing.cli.main import main
 from sparing.report.bench_files import to_json
 from sparing.store import Store
 from sparing.workbench.benchmark.gate import Gate
-from sparing.workbench.benchmark.results import SDPA, Bench, Fact, PeerStatus, Ratio, Settings, Timing
+from sparing.workbench.benchmark.results import SDPA, Bench, BenchSettings, Fact, PeerStatus, Ratio, Timing
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Candidate, Plan
-from sparing.workbench.planning.search import Figures
+from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 from sparing_lab.studies import run as studies
 from sparing_lab.studies import study
-from sparing_lab.studies.study import Settings as StudySettings
+from sparing_lab.studies.study import BenchSettings as StudySettings
 from tests.fuzz.parsers import unsafe
 from tests.support.comparisons import example
 from tests.support.entry_points import declared
@@ -35,7 +35,7 @@ def _declared(monkeypatch):
 
 
 def plan():
-    figures = Figures(1, 30, 0, 0.1, 0.002, 0.004)
+    figures = StepFigures(1, 30, 0, 0.1, 0.002, 0.004)
     return Plan(
         recipe=sparing.Recipe({"encoder.layer.0.attention": "window(size=8)"}), reason="1 of 2 layers runs a window.",
         model="minilm", model_fingerprint="a", kind="encoder", data="mine.txt", data_fingerprint="b", documents=70,
@@ -50,7 +50,7 @@ def bench():
     spec = "window(size=8)"
     timing = Timing(side=spec, length=64, part="forward", seconds=ONE, rounds=3, memory=4096)
     return Bench(
-        settings=Settings(methods=(spec,), lengths=(64,), backward=False, peers=True), machine={"cpu": "x", "threads": 2},
+        settings=BenchSettings(methods=(spec,), lengths=(64,), backward=False, peers=True), machine={"cpu": "x", "threads": 2},
         inputs="normal numbers", gates=[Gate(method=spec, passed=True, length=64, excess=0.5, detail="")],
         timings=[timing, Timing(side=SDPA, length=64, part="forward", why="too long")],
         ratios=[Ratio(method=spec, against=SDPA, length=64, part="forward", speed=ONE)],

@@ -18,7 +18,7 @@ import sparing
 from sparing.cli.main import main
 from sparing.report.bench_files import read_json, to_json
 from sparing.store import Store, add_checksum, write_files
-from sparing.workbench.benchmark.results import Bench, Settings
+from sparing.workbench.benchmark.results import Bench, BenchSettings
 from sparing_lab.training import checkpoint
 from sparing_lab.training.config import Config, made, read
 
@@ -102,7 +102,7 @@ def _comparison(folder: Path) -> Path:
 
 
 def _bench(folder: Path) -> Path:
-    settings = Settings(methods=("window(size=8)",))
+    settings = BenchSettings(methods=("window(size=8)",))
     run = Bench(settings=settings, machine={"cpu": "x", "threads": 2}, inputs="normal numbers", duration=12.5)
     write_files({folder / "bench.json": to_json(run)})
     return folder / "bench.json"

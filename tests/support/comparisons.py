@@ -3,9 +3,9 @@
 import base64
 import math
 
-from sparing.workbench.comparison.maps import Map
+from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
-from sparing.workbench.comparison.races import Point
+from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.comparison.seconds import Seconds
 from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
 from sparing.workbench.estimate import Estimate
@@ -38,7 +38,7 @@ def measured(method, verdict, change, speed, /, **options):
         "keys_read": 66.0,
         "flops": 0.25,
         "time": Seconds(around(1.5 * speed), around(speed), 0.05, 12_345_678, 14_000_000, around(speed)),
-        "points": tuple(Point(length, around(speed * length / 1024)) for length in (256, 512, 1024, 2048)),
+        "points": tuple(RacePoint(length, around(speed * length / 1024)) for length in (256, 512, 1024, 2048)),
         "crossover": round(1024 / speed),
     }
     return Row(method, verdict, **{**given, **options})
@@ -47,7 +47,7 @@ def measured(method, verdict, change, speed, /, **options):
 def maps(methods, heads=((1, 0), (2, 2)), side=4):
     """Each picture is flat, and differs from all others."""
     return tuple(
-        Map(LAYERS[number], number, head, method, side, base64.b64encode(bytes([grey] * side**2)).decode())
+        HeadMap(LAYERS[number], number, head, method, side, base64.b64encode(bytes([grey] * side**2)).decode())
         for i, method in enumerate(methods)
         for number, head in heads
         for grey in [200 - (40 * i + 20 * number) * (i > 0)]

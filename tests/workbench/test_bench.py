@@ -25,10 +25,10 @@ from sparing.workbench.benchmark.results import (
     SDPA_BF16,
     SDPA_PROJECTION,
     Bench,
+    BenchSettings,
     Fact,
     PeerStatus,
     Ratio,
-    Settings,
     Timing,
 )
 from sparing.workbench.benchmark.workload import clustered, keys_used, learned_state, method_work
@@ -79,7 +79,7 @@ def run():
     small = partial(facts.encode_fact, tokens=16, features=24, heads=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(facts, "encode_fact", small)
-        return bench(Settings(methods=("nystrom(landmarks=8)", "monte_carlo", "yoso(hashes=2)"), **TINY))
+        return bench(BenchSettings(methods=("nystrom(landmarks=8)", "monte_carlo", "yoso(hashes=2)"), **TINY))
 
 
 def printed(found, capsys):
@@ -111,7 +111,7 @@ def test_a_run_measures_every_side_and_states_every_ratio(run):
 def test_the_number_of_threads_is_restored(monkeypatch):
     monkeypatch.setattr(benchmark._Track, "run", lambda *args: None)
     before = torch.get_num_threads()
-    wanted = Settings(methods=("kernel(kind=elu)",), **{**TINY, "lengths": (8,), "threads": before + 1})
+    wanted = BenchSettings(methods=("kernel(kind=elu)",), **{**TINY, "lengths": (8,), "threads": before + 1})
     assert bench(wanted).machine["threads"] == before + 1
     assert torch.get_num_threads() == before
 
@@ -167,7 +167,7 @@ def test_figures_and_plot_are_both_written_or_none(run, tmp_path, monkeypatch):
     ],
 )
 def test_a_method_that_differs_from_its_reference_gets_no_ratio(spec, words, broken, capsys):
-    found = bench(Settings(methods=(spec, "exact"), **{**TINY, "lengths": (32,)}))
+    found = bench(BenchSettings(methods=(spec, "exact"), **{**TINY, "lengths": (32,)}))
     bad, good = found.gates
     assert (bad.passed, good.passed) == (False, True)
     assert words in bad.detail
@@ -232,7 +232,7 @@ def test_what_takes_too_long_is_left_out_and_said(capsys, monkeypatch):
 
     monkeypatch.setattr(benchmark, "sdpa_work", slow)
     monkeypatch.setattr(benchmark, "method_work", lambda *a, **k: ticking(method_work(*a, **k), now))
-    wanted = Settings(
+    wanted = BenchSettings(
         methods=("kernel(kind=elu)",), **{**TINY, "lengths": (16, 32, 64, 128), "backward": False, "seconds": 5.0}
     )
     found = bench(wanted)
@@ -249,9 +249,9 @@ def test_what_takes_too_long_is_left_out_and_said(capsys, monkeypatch):
 def test_a_linear_method_is_not_left_out_as_if_it_were_quadratic():
     side = benchmark._Side(name="-", build=None, method=sparing.method("kernel(kind=elu)"))
     side.seconds["forward"] = [(512, 1.0)]
-    assert side.expected(8192, "forward", Settings(methods=("exact",))) == pytest.approx(16.0)
+    assert side.expected(8192, "forward", BenchSettings(methods=("exact",))) == pytest.approx(16.0)
     side.method = sparing.method("exact")
-    assert side.expected(8192, "forward", Settings(methods=("exact",))) == pytest.approx(256.0)
+    assert side.expected(8192, "forward", BenchSettings(methods=("exact",))) == pytest.approx(256.0)
 
 
 def ticking(work, now):
@@ -264,7 +264,7 @@ def ticking(work, now):
 
 def test_what_needs_too_much_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
-    found = bench(Settings(methods=("kernel(kind=elu)",), **{**TINY, "backward": False}))
+    found = bench(BenchSettings(methods=("kernel(kind=elu)",), **{**TINY, "backward": False}))
     assert "GiB are free" in found.timing("kernel(kind='elu')", 32, "forward").why
 
 
@@ -287,7 +287,7 @@ def test_rounds_fit_the_budget():
 
 def made_up(ratio):
     """The first targets of yoso, with one ratio at every length but the longest."""
-    settings = Settings(methods=("yoso(hashes=32)",), lengths=(512, 1024, 4096, 16384), threads=2, backward=False)
+    settings = BenchSettings(methods=("yoso(hashes=32)",), lengths=(512, 1024, 4096, 16384), threads=2, backward=False)
     speed = Interval(ratio, ratio, ratio)
     return Bench(
         settings=settings,
@@ -418,7 +418,7 @@ def test_public_implementations_compute_on_the_given_inputs(spec, peer, toleranc
 def test_public_implementations_that_are_not_installed_are_named(capsys, monkeypatch):
     monkeypatch.setattr(peers.Peer, "version", lambda self: None)
     found = bench(
-        Settings(methods=("linformer(rank=4)", "kernel(kind=elu)"), peers=True, **{**TINY, "backward": False})
+        BenchSettings(methods=("linformer(rank=4)", "kernel(kind=elu)"), peers=True, **{**TINY, "backward": False})
     )
     assert {(p.peer, p.version) for p in found.peers} == {("linformer", None), ("-", None)}
     out = printed(found, capsys)
@@ -432,7 +432,7 @@ def test_an_implementation_that_fails_does_not_stop_the_others(monkeypatch):
 
     mine = peers.Peer("theirs", "torch", lambda method: True, fails)
     monkeypatch.setattr(peers, "PEERS", (mine,))
-    found = bench(Settings(methods=("kernel(kind=elu)",), peers=True, **{**TINY, "backward": False}))
+    found = bench(BenchSettings(methods=("kernel(kind=elu)",), peers=True, **{**TINY, "backward": False}))
     assert "ImportError: built for another torch" in found.timing("theirs for kernel(kind='elu')", 32, "forward").why
     assert found.ratio("kernel(kind='elu')", SDPA, 32, "forward") is not None
 

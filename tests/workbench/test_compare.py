@@ -32,9 +32,10 @@ from tests.support.small_models import TEXTS, Bytes, classifier, subject
 def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
     """The layers that an earlier measurement captured give the same split; the model is as before."""
     from sparing.models import minilm
+    from sparing.models.pretrained import Pretrained
 
     encoder, method = load("minilm"), sparing.method(spec)
-    ids = minilm.token_ids(minilm.Encoder(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
+    ids = minilm.token_ids(Pretrained(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
     before = encoder.run(ids).last_hidden_state
     found = quality(encoder, [ids], spec, seed=3)
     assert torch.equal(encoder.run(ids).last_hidden_state, before)

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
     from sparing.spec import split_specs
     from sparing.workbench.benchmark.bench import METHODS, bench
-    from sparing.workbench.benchmark.results import Settings
+    from sparing.workbench.benchmark.results import BenchSettings
 
     try:
         from rich.progress import TimeElapsedColumn
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from sparing.report.bench import show
     from sparing.report.bench_files import write
 
-    settings = Settings(
+    settings = BenchSettings(
         methods=METHODS if options.methods is None else tuple(split_specs(options.methods)),
         heads=options.heads, width=options.width, batch=options.batch, seconds=options.seconds,
         threads=torch.get_num_threads() if options.threads is None else options.threads,

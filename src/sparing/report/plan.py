@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sparing.report.terminal import Terminal
 from sparing.workbench.planning.result import Plan
-from sparing.workbench.planning.search import Figures
+from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 
 _BEST = 3  # candidates that are shown where none is worth it
@@ -53,7 +53,7 @@ def _figures(plan: Plan) -> Table:
     return table
 
 
-def _said(found: Figures, plan: Plan, bound: str = "") -> str:
+def _said(found: StepFigures, plan: Plan, bound: str = "") -> str:
     return (
         f"step {found.step} of {plan.steps}: {found.violations} of {found.documents} beyond{bound}; "
         f"mean {_percent(found.mean)}, worst {_percent(found.worst)}"

@@ -20,7 +20,7 @@ from sparing.models import Subject, load
 from sparing.transformers.positions import extend_positions
 from sparing.transformers.watch import is_approximated
 
-Source = tuple[str, int | None, str] | Subject  #: a model, or its name, its new positions and its fingerprint
+ModelSource = tuple[str, int | None, str] | Subject  #: a model, or its name, its new positions and its fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Prepared:
     """A model and documents that it can read."""
 
     subject: Subject
-    source: Source  #: for other processes, which load a model by its name, where it has one
+    source: ModelSource  #: for other processes, which load a model by its name, where it has one
     rows: tuple[Tensor, ...]  #: token ids of each document
     pairs: tuple[Tensor, ...] | None  #: those of a second text of each
     labels: tuple[float, ...] | None  #: of each, if somebody knows
@@ -116,7 +116,7 @@ def extended(subject: Subject, length: int) -> Subject:
     return Subject(f"{subject.name} with positions for {length}", model, subject.tokenizer)
 
 
-def fetched(source: Source) -> Subject:
+def fetched(source: ModelSource) -> Subject:
     """The model, in whichever process this is."""
     return source if isinstance(source, Subject) else _loaded(*source)
 

@@ -13,8 +13,8 @@ from sparing.workbench import memory
 from sparing.workbench.benchmark import gate
 from sparing.workbench.benchmark.bench import rounds_for
 from sparing.workbench.benchmark.workload import (
-    Inputs,
-    Work,
+    AttentionInputs,
+    Workload,
     clustered,
     learned_state,
     method_work,
@@ -37,7 +37,7 @@ _MATRICES = 6  # of weights that training with self-attention holds at once
 _FREE = 0.7  # of the memory that is free may be taken
 
 
-def work_of(side: str, inputs: Inputs) -> Work:
+def work_of(side: str, inputs: AttentionInputs) -> Workload:
     """Return the work of a side on the inputs."""
     if side == SELF:
         return softmax_work(inputs)
@@ -47,7 +47,7 @@ def work_of(side: str, inputs: Inputs) -> Work:
     return method_work(one, inputs, state=learned_state(one, inputs))
 
 
-def race_at(inputs: Inputs, sides: Sequence[str], seconds: float) -> list[Row]:
+def race_at(inputs: AttentionInputs, sides: Sequence[str], seconds: float) -> list[Row]:
     """Measure time and memory of every side, in one run, round by round; a side that cannot run states why.
 
     Memory is what a call takes at most beyond its inputs, as the operating system saw it, and these inputs.
@@ -62,9 +62,9 @@ def race_at(inputs: Inputs, sides: Sequence[str], seconds: float) -> list[Row]:
             call()
             extra = memory.peak_extra_bytes(call)
             rows[side][name] = None if extra is None else extra + own
-    passes: dict[str, Callable[[Work], Callable[[], object]]] = {
+    passes: dict[str, Callable[[Workload], Callable[[], object]]] = {
         "forward": lambda work: work.call(backward=False),
-        "backward": Work.gradients,
+        "backward": Workload.gradients,
     }
     for part, build in passes.items():
         taken = dict(zip(works, timed([build(work) for work in works.values()], seconds), strict=True))
@@ -85,7 +85,7 @@ def timed(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[fl
     return race(calls, rounds, [min(max(math.ceil(0.02 / each), 1), 20) for each in once])
 
 
-def _refusal(side: str, inputs: Inputs) -> str:
+def _refusal(side: str, inputs: AttentionInputs) -> str:
     if side == SELF:
         batch, heads, length, _ = inputs.q.shape
         needed, free = _MATRICES * 4 * batch * heads * length**2, memory.available_bytes()

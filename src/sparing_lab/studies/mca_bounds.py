@@ -7,6 +7,7 @@ from typing import Any
 
 from sparing.contract import Projection
 from sparing.models import load, minilm
+from sparing.models.pretrained import Pretrained
 from sparing.transformers.watch import Seen
 from sparing_lab.figure import Figure, line, log_ticks, panels, style
 from sparing_lab.studies._layers import encoder_layers
@@ -63,7 +64,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 def _layers(source: str, n: int) -> list[Seen]:
     """What the layers of a model are given, for one text of n tokens."""
     subject = _subject(source)
-    ids = minilm.token_ids(minilm.Encoder(subject.model, subject.tokenizer), length=n, documents=1)
+    ids = minilm.token_ids(Pretrained(subject.model, subject.tokenizer), length=n, documents=1)
     return encoder_layers(subject.model, ids)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sparing.functional import attention
 from sparing.transformers.watch import Seen
-from sparing.workbench.benchmark.workload import Inputs, clustered
+from sparing.workbench.benchmark.workload import AttentionInputs, clustered
 from sparing_lab.figure import Figure, legend_below, line, log_ticks, panels
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, exponent, falls
@@ -72,7 +72,7 @@ def synthetic(data: str, length: int) -> Seen:
     else:
         random = torch.Generator().manual_seed(0)
         q, k, v = torch.randn(3, 1, HEADS, length, WIDTH, generator=random).unbind(0)
-        inputs = Inputs(q=q, k=k, v=v)
+        inputs = AttentionInputs(q=q, k=k, v=v)
     return Seen(data, inputs.q, inputs.k, inputs.v, {})
 
 

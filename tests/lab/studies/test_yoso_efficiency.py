@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparing.workbench.benchmark.workload import Inputs, Work, clustered, sdpa_work, softmax_work
+from sparing.workbench.benchmark.workload import AttentionInputs, Workload, clustered, sdpa_work, softmax_work
 from sparing_lab.studies import _yoso_race
 from sparing_lab.studies._yoso_race import FUSED, SELF, SPECS, race_at
 from sparing_lab.studies.study import Settings
@@ -162,8 +162,8 @@ def test_the_backward_pass_alone_gives_the_gradients_every_time():
 
 def test_bytes_that_are_kept_are_counted_once():
     x = torch.ones(8, 4)
-    inputs = Inputs(q=x[None, None], k=x[None, None], v=x[None, None])
-    assert Work(lambda q, k, v: q * q * q, (inputs.q, inputs.k, inputs.v)).kept_bytes() == 2 * 128, "q, and q * q"
+    inputs = AttentionInputs(q=x[None, None], k=x[None, None], v=x[None, None])
+    assert Workload(lambda q, k, v: q * q * q, (inputs.q, inputs.k, inputs.v)).kept_bytes() == 2 * 128, "q, and q * q"
 
 
 def test_the_scales_name_their_lengths():

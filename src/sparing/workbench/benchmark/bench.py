@@ -20,16 +20,16 @@ from sparing.workbench.benchmark.results import (
     SDPA_PROJECTION,
     TARGETS,
     Bench,
+    BenchSettings,
     Pass,
     PeerStatus,
     Ratio,
-    Settings,
     Timing,
     baseline,
 )
 from sparing.workbench.benchmark.workload import (
-    Inputs,
-    Work,
+    AttentionInputs,
+    Workload,
     clustered,
     describe,
     learned_state,
@@ -52,7 +52,7 @@ _FREE = 0.7  # of the memory that is free
 Progress = Callable[[str, int, int], None]
 
 
-def bench(settings: Settings, *, progress: Progress = lambda text, done, steps: None) -> Bench:
+def bench(settings: BenchSettings, *, progress: Progress = lambda text, done, steps: None) -> Bench:
     """Measure everything that `settings` asks for. `progress` hears what comes next, steps done and steps in all.
 
     Each length is one race: every round times all methods, SDPA and public implementations, so that every ratio is
@@ -99,14 +99,14 @@ class _Side:
     """A method, SDPA or a public implementation, and what it took at the lengths before."""
 
     name: str
-    build: Callable[[Inputs], Work]
+    build: Callable[[AttentionInputs], Workload]
     method: Method | None = None  #: what it computes; None for exact attention
     rivals: tuple[str, ...] = ()  #: sides that a ratio is stated against
     why: dict[Pass, str] = field(default_factory=dict)  #: why it takes no part
     seconds: dict[Pass, list[tuple[int, float]]] = field(default_factory=dict)
     memory: dict[Pass, list[tuple[int, float]]] = field(default_factory=dict)
 
-    def refusal(self, length: int, part: Pass, settings: Settings) -> str:
+    def refusal(self, length: int, part: Pass, settings: BenchSettings) -> str:
         """Why it would take too long or too much at this length; empty if it would not."""
         if part in self.why:
             return self.why[part]
@@ -118,7 +118,7 @@ class _Side:
             return f"about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
         return ""
 
-    def expected(self, length: int, part: Pass, settings: Settings) -> float | None:
+    def expected(self, length: int, part: Pass, settings: BenchSettings) -> float | None:
         """Seconds of a call, from the lengths before; None if there are none."""
         points = self.seconds.get(part, [])
         if len(points) != 1 or self.method is None:
@@ -126,14 +126,14 @@ class _Side:
         work = [self.method.cost(_shape(n, settings)).flops for n in (points[0][0], length)]
         return extend(points, length, power=math.log(work[1] / work[0]) / math.log(length / points[0][0]))
 
-    def _needed(self, length: int, part: Pass, settings: Settings) -> float:
+    def _needed(self, length: int, part: Pass, settings: BenchSettings) -> float:
         found = extend(self.memory.get(part, []), length)
         if found is not None or self.method is None:
             return found or 0.0
         return self.method.cost(_shape(length, settings)).bytes
 
 
-def _shape(length: int, settings: Settings) -> Shape:
+def _shape(length: int, settings: BenchSettings) -> Shape:
     return Shape(
         batch=settings.batch, heads=settings.heads, queries=length, keys=length, head_dim=settings.width,
         value_dim=settings.width,
@@ -170,12 +170,12 @@ def rounds_for(seconds: float, budget: float) -> int:
 class _Track:
     """Runs the races and keeps their results."""
 
-    def __init__(self, settings: Settings, sides: list[_Side]) -> None:
+    def __init__(self, settings: BenchSettings, sides: list[_Side]) -> None:
         self.settings, self.sides = settings, sides
         self.timings: list[Timing] = []
         self.ratios: list[Ratio] = []
 
-    def run(self, inputs: Inputs, part: Pass, tell: Callable[[str], None]) -> None:
+    def run(self, inputs: AttentionInputs, part: Pass, tell: Callable[[str], None]) -> None:
         """One length, one pass: all sides that can, round by round."""
         length = inputs.q.shape[-2]
         ready: dict[str, _Ready] = {}
@@ -234,7 +234,7 @@ class _Ready:
                 self._run()
 
 
-def _prepare(side: _Side, inputs: Inputs, part: Pass, settings: Settings) -> _Ready:
+def _prepare(side: _Side, inputs: AttentionInputs, part: Pass, settings: BenchSettings) -> _Ready:
     """Build the call, warm it up and take its memory, unless it is known to be long."""
     run = side.build(inputs).call(backward=part == "forward+backward")
     seconds = side.expected(inputs.q.shape[-2], part, settings)
@@ -245,7 +245,7 @@ def _prepare(side: _Side, inputs: Inputs, part: Pass, settings: Settings) -> _Re
     return _Ready(run, rounds, seconds, memory.peak_extra_bytes(run) if short else None, short)
 
 
-def _sides(chosen: list[Method], gates: list[gate.Gate], settings: Settings) -> list[_Side]:
+def _sides(chosen: list[Method], gates: list[gate.Gate], settings: BenchSettings) -> list[_Side]:
     sides = [
         _Side(name=SDPA, build=lambda x: sdpa_work(x, torch.float32)),
         _Side(name=SDPA_BF16, build=lambda x: sdpa_work(x, torch.bfloat16)),
@@ -266,7 +266,7 @@ def _sides(chosen: list[Method], gates: list[gate.Gate], settings: Settings) -> 
     return sides
 
 
-def _builder(one: Method) -> Callable[[Inputs], Work]:
+def _builder(one: Method) -> Callable[[AttentionInputs], Workload]:
     return lambda inputs: method_work(one, inputs, state=learned_state(one, inputs))
 
 

@@ -17,7 +17,7 @@ from sparing.methods.monte_carlo.native import sampled_projection
 from sparing.methods.monte_carlo.sampling import draw_features, feature_law, purpose, ragged_product, sampled_product
 from sparing.methods.yoso.method import Yoso
 from sparing.workbench.benchmark.gate import Gate, excess_error
-from sparing.workbench.benchmark.results import Fact, Pass, Settings, Timing
+from sparing.workbench.benchmark.results import BenchSettings, Fact, Pass, Timing
 from sparing.workbench.benchmark.workload import clustered, learned_state, method_work
 from sparing.workbench.timing import Interval, interval, race, speed_ratio
 
@@ -26,7 +26,7 @@ GROWTH_TARGET, MEMORY_TARGET, ENCODE_TARGET = 1.5, 2.0, 1.5
 _BITS = 9  # log2 of the shortest default length
 
 
-def facts(settings: Settings, gates: Sequence[Gate], timings: Sequence[Timing]) -> list[Fact]:
+def facts(settings: BenchSettings, gates: Sequence[Gate], timings: Sequence[Timing]) -> list[Fact]:
     """Those that the chosen methods and lengths allow, for methods that agree with their reference."""
     passed = {gate.method for gate in gates if gate.passed}
     found = []
@@ -43,7 +43,7 @@ def facts(settings: Settings, gates: Sequence[Gate], timings: Sequence[Timing]) 
     return found
 
 
-def _growth(one: Yoso, settings: Settings, short: int, long: int, taken: Timing | None) -> Fact:
+def _growth(one: Yoso, settings: BenchSettings, short: int, long: int, taken: Timing | None) -> Fact:
     fixed = replace(one, bits=one.bits or _BITS)
     name = f"{fixed}: time per token at {long} / at {short}, forward"
     if short == long or taken is None or taken.seconds is None:
@@ -52,7 +52,7 @@ def _growth(one: Yoso, settings: Settings, short: int, long: int, taken: Timing 
     return Fact(name=name, value=per_token_growth(fixed, settings, short, long), at_most=target)
 
 
-def per_token_growth(one: Method, settings: Settings, short: int, long: int) -> Interval:
+def per_token_growth(one: Method, settings: BenchSettings, short: int, long: int) -> Interval:
     """Seconds per token at the longer length / at the shorter one, forward, rounds interleaved: 1 is linear."""
     calls = []
     for length in (short, long):
@@ -64,7 +64,7 @@ def per_token_growth(one: Method, settings: Settings, short: int, long: int) -> 
     return interval([b * short / (a * long) for a, b in zip(few, many, strict=True)])
 
 
-def _memory_share(one: Method, settings: Settings, length: int, part: Pass, taken: Timing | None) -> Fact:
+def _memory_share(one: Method, settings: BenchSettings, length: int, part: Pass, taken: Timing | None) -> Fact:
     name = f"{one}: peak extra memory at {length} / bytes of q, k and v, {part}"
     if taken is None or taken.memory is None:
         return Fact(name=name, value=None, why="its memory was not measured")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparing.call import Impl
 from sparing.contract import Method
-from sparing.workbench.benchmark.workload import Inputs, learned_state, method_work
+from sparing.workbench.benchmark.workload import AttentionInputs, learned_state, method_work
 
 _OUTPUT, _GRADIENT, _FLOOR = 2.0, 3.0, 1e-5
 
@@ -26,7 +26,7 @@ class Gate:
     detail: str  #: where that was, or what went wrong
 
 
-def check(method: Method, inputs: Inputs, *, backward: bool) -> Gate:
+def check(method: Method, inputs: AttentionInputs, *, backward: bool) -> Gate:
     """Compare `impl="auto"` with `impl="reference"`, from the same samples.
 
     The error of the fast path in float32, against the reference in float64, may be twice that of the reference in
@@ -51,7 +51,7 @@ def check(method: Method, inputs: Inputs, *, backward: bool) -> Gate:
 
 
 def _results(
-    method: Method, inputs: Inputs, impl: Impl, dtype: torch.dtype, gradients: bool
+    method: Method, inputs: AttentionInputs, impl: Impl, dtype: torch.dtype, gradients: bool
 ) -> dict[str, Tensor]:  # fmt: skip
     """The output and, where asked, the gradient of every input and learned weight."""
     work = method_work(method, inputs, state=learned_state(method, inputs), impl=impl, dtype=dtype)

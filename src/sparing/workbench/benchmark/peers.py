@@ -21,7 +21,7 @@ from sparing.methods.lsh.method import Lsh
 from sparing.methods.nystrom.method import Nystrom
 from sparing.methods.random_features import RandomFeatures
 from sparing.methods.window.method import Window
-from sparing.workbench.benchmark.workload import Inputs, Work
+from sparing.workbench.benchmark.workload import AttentionInputs, Workload
 
 
 class CannotRun(Exception):
@@ -35,7 +35,7 @@ class Peer:
     name: str
     package: str  #: the distribution that holds it
     covers: Callable[[Method], bool]
-    build: Callable[[Any, Inputs], Work]
+    build: Callable[[Any, AttentionInputs], Workload]
     backward: bool = True
 
     def version(self) -> str | None:
@@ -75,7 +75,7 @@ def _divides(length: int, by: int) -> None:
         raise CannotRun(f"it needs a multiple of {by} tokens")
 
 
-def _hf_nystrom(method: Nystrom, inputs: Inputs) -> Work:
+def _hf_nystrom(method: Nystrom, inputs: AttentionInputs) -> Workload:
     from transformers import NystromformerConfig
     from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
@@ -90,7 +90,7 @@ def _hf_nystrom(method: Nystrom, inputs: Inputs) -> Work:
     return _by_stand_ins(module, _replace(module, "query", "key", "value"), inputs)
 
 
-def _by_stand_ins(module: nn.Module, stand_ins: list[Given], inputs: Inputs, **arguments: Any) -> Work:
+def _by_stand_ins(module: nn.Module, stand_ins: list[Given], inputs: AttentionInputs, **arguments: Any) -> Workload:
     """A module whose stand-ins take q, k and v as [B, n, H d]."""
     x = tokens_first(inputs.q)  # only its sizes are used
 
@@ -100,10 +100,10 @@ def _by_stand_ins(module: nn.Module, stand_ins: list[Given], inputs: Inputs, **a
         out = module(x, **arguments)
         return out if isinstance(out, Tensor) else out[0]
 
-    return Work(compute, tuple(tokens_first(y) for y in (inputs.q, inputs.k, inputs.v)))
+    return Workload(compute, tuple(tokens_first(y) for y in (inputs.q, inputs.k, inputs.v)))
 
 
-def _package_nystrom(method: Nystrom, inputs: Inputs) -> Work:
+def _package_nystrom(method: Nystrom, inputs: AttentionInputs) -> Workload:
     from nystrom_attention import NystromAttention
 
     _, heads, length, width = inputs.q.shape
@@ -120,10 +120,10 @@ def _package_nystrom(method: Nystrom, inputs: Inputs) -> Work:
         stand_in.tensor = qkv
         return module(x)
 
-    return Work(compute, (torch.cat([tokens_first(y) for y in (inputs.q, inputs.k, inputs.v)], dim=-1),))
+    return Workload(compute, (torch.cat([tokens_first(y) for y in (inputs.q, inputs.k, inputs.v)], dim=-1),))
 
 
-def _hf_longformer(method: Window, inputs: Inputs) -> Work:
+def _hf_longformer(method: Window, inputs: AttentionInputs) -> Workload:
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
@@ -147,10 +147,10 @@ def _hf_longformer(method: Window, inputs: Inputs) -> Work:
             is_global_attn=False,
         )[0]  # fmt: skip
 
-    return Work(compute, tuple(tokens_first(y) for y in (inputs.q, inputs.k, inputs.v)))
+    return Workload(compute, tuple(tokens_first(y) for y in (inputs.q, inputs.k, inputs.v)))
 
 
-def _flex(method: Window, inputs: Inputs) -> Work:
+def _flex(method: Window, inputs: AttentionInputs) -> Workload:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     length, half, block = inputs.q.shape[-2], method.size // 2, 128
@@ -180,10 +180,10 @@ def _flex(method: Window, inputs: Inputs) -> Work:
             compute(inputs.q, inputs.k, inputs.v)  # compiles
     except Exception as error:
         raise CannotRun(f"torch.compile failed: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-    return Work(compute, (inputs.q, inputs.k, inputs.v))
+    return Workload(compute, (inputs.q, inputs.k, inputs.v))
 
 
-def _hf_reformer(method: Lsh, inputs: Inputs) -> Work:
+def _hf_reformer(method: Lsh, inputs: AttentionInputs) -> Workload:
     from transformers import ReformerConfig
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
@@ -208,25 +208,25 @@ def _hf_reformer(method: Lsh, inputs: Inputs) -> Work:
             stand_in.tensor = leaf
         return module(x).hidden_states
 
-    return Work(compute, (tokens_first(inputs.q), tokens_first(inputs.v)))  # queries are its keys
+    return Workload(compute, (tokens_first(inputs.q), tokens_first(inputs.v)))  # queries are its keys
 
 
-def _package_reformer(method: Lsh, inputs: Inputs) -> Work:
+def _package_reformer(method: Lsh, inputs: AttentionInputs) -> Workload:
     from reformer_pytorch import LSHAttention
 
     _divides(inputs.q.shape[-2], 2 * method.chunk)
     module = LSHAttention(bucket_size=method.chunk, n_hashes=method.rounds, causal=False).eval()
-    return Work(lambda qk, v: module(qk, v)[0], (inputs.q.flatten(0, 1), inputs.v.flatten(0, 1)))
+    return Workload(lambda qk, v: module(qk, v)[0], (inputs.q.flatten(0, 1), inputs.v.flatten(0, 1)))
 
 
-def _package_performer(method: RandomFeatures, inputs: Inputs) -> Work:
+def _package_performer(method: RandomFeatures, inputs: AttentionInputs) -> Workload:
     from performer_pytorch import FastAttention
 
     module = FastAttention(dim_heads=inputs.q.shape[-1], nb_features=method.features, causal=False).eval()
-    return Work(module, (inputs.q, inputs.k, inputs.v))
+    return Workload(module, (inputs.q, inputs.k, inputs.v))
 
 
-def _package_linformer(method: Linformer, inputs: Inputs) -> Work:
+def _package_linformer(method: Linformer, inputs: AttentionInputs) -> Workload:
     from linformer import LinformerSelfAttention
 
     _, heads, length, width = inputs.q.shape

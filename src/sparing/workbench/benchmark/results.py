@@ -21,7 +21,7 @@ Pass = Literal["forward", "forward+backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """What is measured. `seconds`: a call whose two rounds would take longer is left out."""
 
     methods: tuple[str, ...]
@@ -150,7 +150,7 @@ TARGET_SIZES = {"batch": 1, "heads": 12, "width": 64, "threads": 2}
 class Bench:
     """One run."""
 
-    settings: Settings
+    settings: BenchSettings
     machine: dict[str, Any]
     inputs: str  #: what was attended to
     gates: list[Gate] = field(default_factory=list)

@@ -19,7 +19,7 @@ from sparing.functional import attention
 TOPICS = 16
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """A computation and the tensors that it starts from; gradients are taken for all of these."""
 
     compute: Callable[..., Tensor]  #: of the leaves
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class AttentionInputs:
     """Self-attention of one layer."""
 
     q: Tensor  # [B, H, n, d]
@@ -86,7 +86,7 @@ class Inputs:
         return Projection(torch.randn(batch, length, heads * width, generator=generator), weight.to(self.v.dtype))
 
 
-def clustered(batch: int, heads: int, length: int, width: int, *, seed: int = 0) -> Inputs:
+def clustered(batch: int, heads: int, length: int, width: int, *, seed: int = 0) -> AttentionInputs:
     """Queries and keys in topics, one random mixture of topics per head, and values of very different norms.
 
     Independent Gaussian tokens would make attention nearly uniform and every hash bucket equally full, which real
@@ -102,16 +102,16 @@ def clustered(batch: int, heads: int, length: int, width: int, *, seed: int = 0)
     k = 0.7 * topics[:, :, topic] + 0.7 * normal(batch, heads, length, width)
     q = 1.4 * topics[:, :, topic.roll(3)] + 1.4 * normal(batch, heads, length, width)
     v = normal(batch, heads, length, width) * (0.8 * normal(length, 1)).exp()
-    return Inputs(q=q, k=k, v=v)
+    return AttentionInputs(q=q, k=k, v=v)
 
 
-def keys_used(inputs: Inputs) -> float:
+def keys_used(inputs: AttentionInputs) -> float:
     """Mean over the queries of the first item of 1 / sum of squared attention weights: keys that matter to a query."""
     weights = (inputs.q[0] @ inputs.k[0].mT * inputs.q.shape[-1] ** -0.5).softmax(-1)
     return float((1 / weights.square().sum(-1)).mean())
 
 
-def learned_state(method: Method, inputs: Inputs) -> nn.Module | None:
+def learned_state(method: Method, inputs: AttentionInputs) -> nn.Module | None:
     """What a module would own for this method, newly initialised; the same for every call."""
     _, heads, length, width = inputs.q.shape
     with torch.random.fork_rng(devices=[]):
@@ -120,8 +120,13 @@ def learned_state(method: Method, inputs: Inputs) -> nn.Module | None:
 
 
 def method_work(
-    method: Method, inputs: Inputs, *, state: nn.Module | None, impl: Impl = "auto", dtype: torch.dtype = torch.float32
-) -> Work:
+    method: Method,
+    inputs: AttentionInputs,
+    *,
+    state: nn.Module | None,
+    impl: Impl = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> Workload:
     """A method on the inputs, through the door, with one seed."""
     if state is not None and dtype != torch.float32:
         state = copy.deepcopy(state).to(dtype)
@@ -132,31 +137,31 @@ def method_work(
         return attention(q, k, given, method=method, seed=0, impl=impl, state=state)
 
     value = (inputs.projection.x, inputs.projection.weight) if method.supports.projection else (inputs.v,)
-    return Work(compute, tuple(x.to(dtype) for x in (inputs.q, inputs.k, *value)), parameters)
+    return Workload(compute, tuple(x.to(dtype) for x in (inputs.q, inputs.k, *value)), parameters)
 
 
-def sdpa_work(inputs: Inputs, dtype: torch.dtype) -> Work:
+def sdpa_work(inputs: AttentionInputs, dtype: torch.dtype) -> Workload:
     """torch's exact attention on inputs that have the type already."""
-    return Work(scaled_dot_product_attention, tuple(x.to(dtype) for x in (inputs.q, inputs.k, inputs.v)))
+    return Workload(scaled_dot_product_attention, tuple(x.to(dtype) for x in (inputs.q, inputs.k, inputs.v)))
 
 
-def softmax_work(inputs: Inputs) -> Work:
+def softmax_work(inputs: AttentionInputs) -> Workload:
     """Attention as people wrote it before fused kernels: the whole matrix of weights exists."""
     scale = inputs.q.shape[-1] ** -0.5
-    return Work(lambda q, k, v: (q @ k.mT * scale).softmax(-1) @ v, (inputs.q, inputs.k, inputs.v))
+    return Workload(lambda q, k, v: (q @ k.mT * scale).softmax(-1) @ v, (inputs.q, inputs.k, inputs.v))
 
 
-def sdpa_with_projection(inputs: Inputs) -> Work:
+def sdpa_with_projection(inputs: AttentionInputs) -> Workload:
     """torch's exact attention and the value layer: the baseline of methods that save work of that layer."""
     heads = inputs.k.shape[1]
 
     def compute(q: Tensor, k: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, Projection(x, weight).project(heads))
 
-    return Work(compute, (inputs.q, inputs.k, inputs.projection.x, inputs.projection.weight))
+    return Workload(compute, (inputs.q, inputs.k, inputs.projection.x, inputs.projection.weight))
 
 
-def describe(inputs: Inputs) -> str:
+def describe(inputs: AttentionInputs) -> str:
     """The inputs in words."""
     length = inputs.q.shape[-2]
     return (

@@ -20,7 +20,7 @@ _SMALL = 1e-3  # of the values: what marks the blocks must not change which keys
 
 
 @dataclass(frozen=True)
-class Map:
+class HeadMap:
     """Of one head and one method, on the first document."""
 
     layer: str
@@ -46,7 +46,7 @@ def can_draw(method: Method) -> bool:
 @torch.no_grad()
 def maps(
     subject: Subject, ids: Tensor, what: str, heads: Sequence[tuple[str, int, int]], *, seed: int = 0
-) -> list[Map]:
+) -> list[HeadMap]:
     """Pictures of these heads (name of the layer, its number, head) for a document [n], with exact inputs.
 
     what: a spec, or "exact". A method is linear in the values that it reads, so marks beside the values come out as the
@@ -56,7 +56,7 @@ def maps(
     wanted: dict[str, list[tuple[int, int]]] = {}
     for layer, number, head in heads:
         wanted.setdefault(layer, []).append((number, head))
-    found: list[Map] = []
+    found: list[HeadMap] = []
 
     def see(seen: Seen) -> None:
         if seen.layer not in wanted:
@@ -65,7 +65,7 @@ def maps(
         for number, head in wanted[seen.layer]:
             pixels = (255 * weights[head].clamp(0, 1).sqrt()).round().to(torch.uint8)
             text = base64.b64encode(pixels.numpy().tobytes()).decode()
-            found.append(Map(seen.layer, number, head, what, len(pixels), text))
+            found.append(HeadMap(seen.layer, number, head, what, len(pixels), text))
 
     # Exact attention needs no rehearsal of its own, but a layer must be served to be seen.
     with rehearse(subject.model, "top_keys(keys=1)" if method.name == "exact" else method, see, seed=seed):

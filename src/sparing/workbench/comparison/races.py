@@ -22,7 +22,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Point:
+class RacePoint:
     """A race at one length."""
 
     length: int

@@ -17,18 +17,18 @@ from sparing.store import Cell, Store
 from sparing.transformers.watch import Seen
 from sparing.workbench.calls import middle_calls
 from sparing.workbench.cells import is_refusal, measured
-from sparing.workbench.comparison.maps import Map, can_draw, maps
+from sparing.workbench.comparison.maps import HeadMap, can_draw, maps
 from sparing.workbench.comparison.quality import Quality, quality
-from sparing.workbench.comparison.races import LENGTHS, PATIENCE, Point, race_at
+from sparing.workbench.comparison.races import LENGTHS, PATIENCE, RacePoint, race_at
 from sparing.workbench.comparison.seconds import Seconds, seconds
-from sparing.workbench.prepare import Prepared, Source, fetched
+from sparing.workbench.prepare import ModelSource, Prepared, fetched
 from sparing.workbench.timing import Interval, threads
 
 #: Oracles take long, and are yardsticks: the first documents do.
 ORACLE_DOCUMENTS = 2
 _HEADS = 6  # that are drawn, of different layers
 
-Found = dict[str, list[dict[str, Any]]]  #: of each spec, a `Quality` of each seed, or why it is refused
+Qualities = dict[str, list[dict[str, Any]]]  #: of each spec, a `Quality` of each seed, or why it is refused
 
 
 class Sweep:
@@ -63,13 +63,13 @@ class Sweep:
         sizes = [len(ids) for ids in self.batch]
         return 1 - sum(sizes) / (len(sizes) * max(sizes))
 
-    def qualities(self, jobs: int, backend: str | None) -> Found:
+    def qualities(self, jobs: int, backend: str | None) -> Qualities:
         """Errors and ends of every method and seed."""
         cells = self._quality_cells()
         # A model without a name goes to other processes as it is.
-        source: Source = self.given.source if jobs > 1 or backend is not None else self.given.subject
+        source: ModelSource = self.given.source if jobs > 1 or backend is not None else self.given.subject
         work = functools.partial(_quality, source, self.given.rows, self.given.pairs, self.given.types)
-        found: Found = {spec: [] for spec in self.specs}
+        found: Qualities = {spec: [] for spec in self.specs}
         parts = measured(cells, work, self.store, check=_check_quality, jobs=jobs, backend=backend, done=self._tell)
         for cell, part in zip(cells, parts, strict=True):
             found[cell["method"]].append(part)
@@ -115,10 +115,10 @@ class Sweep:
                 return {"refused": str(error)}
         return asdict(found)
 
-    def points(self) -> dict[str, tuple[Point, ...]]:
+    def points(self) -> dict[str, tuple[RacePoint, ...]]:
         """Races of the middle layer's calls at growing lengths, until a round takes too long."""
         racers = [spec for spec in self.specs if not _method(spec).oracle and _method(spec).name != "exact"]
-        found: dict[str, list[Point]] = {spec: [] for spec in racers}
+        found: dict[str, list[RacePoint]] = {spec: [] for spec in racers}
         seen: list[Seen] = []  # when it is first needed
         for length in LENGTHS if racers else ():
             cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
@@ -127,7 +127,7 @@ class Sweep:
             raced = build(_Race, part)
             for spec, ratio in raced.ratios.items():
                 if ratio is not None:
-                    found[spec].append(Point(length, ratio))
+                    found[spec].append(RacePoint(length, ratio))
             if raced.seconds > PATIENCE / 4:  # the next length takes up to four times as long
                 break
         return {spec: tuple(points) for spec, points in found.items()}
@@ -141,7 +141,7 @@ class Sweep:
             ratios, taken = race_at(seen, racers, length)
         return {"ratios": ratios, "seconds": taken}
 
-    def maps(self, found: Found, head: tuple[int, int] | None) -> tuple[Map, ...]:
+    def maps(self, found: Qualities, head: tuple[int, int] | None) -> tuple[HeadMap, ...]:
         """Pictures of the most fragile heads, and of one that the user names."""
         heads = fragile(found)
         names = layer_names(found)
@@ -156,7 +156,7 @@ class Sweep:
         ]
         work = functools.partial(_maps, self.given.subject, self.given.rows[0], heads)
         parts = measured(cells, work, self.store, check=_check_maps)
-        return tuple(Map(**each) for part in parts for each in part)
+        return tuple(HeadMap(**each) for part in parts for each in part)
 
     def _tell(self, cell: Cell, again: bool) -> None:
         self.done += 1
@@ -191,11 +191,11 @@ def _check_race(cell: Cell, result: Any) -> None:
 
 
 def _check_maps(cell: Cell, result: Any) -> None:
-    if not isinstance(result, list) or not all(build(Map, each).is_whole() for each in result):
+    if not isinstance(result, list) or not all(build(HeadMap, each).is_whole() for each in result):
         raise ValueError("maps must be a list of whole pictures")
 
 
-def fragile(found: Found) -> list[tuple[str, int, int]]:
+def fragile(found: Qualities) -> list[tuple[str, int, int]]:
     """The worst head of each layer, for the layers with the worst: name, number, head."""
     totals: dict[tuple[str, int, int], float] = {}
     for spec, (first, *_) in found.items():
@@ -211,13 +211,13 @@ def fragile(found: Found) -> list[tuple[str, int, int]]:
     return sorted(list(worst.values())[:_HEADS], key=lambda key: key[1])
 
 
-def layer_names(found: Found) -> list[str]:
+def layer_names(found: Qualities) -> list[str]:
     """Of the layers that ran a method."""
     return next(([layer["layer"] for layer in x["layers"]] for x, *_ in found.values() if "refused" not in x), [])
 
 
 def _quality(
-    source: Source,
+    source: ModelSource,
     rows: Sequence[Tensor],
     pairs: Sequence[Tensor] | None,
     types: Sequence[Tensor] | None,

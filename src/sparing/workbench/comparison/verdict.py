@@ -11,9 +11,9 @@ from typing import Any
 from sparing.contract import method as _method
 from sparing.from_json import build, parse
 from sparing.store import add_checksum, verify_checksum
-from sparing.workbench.comparison.maps import Map
+from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
-from sparing.workbench.comparison.races import Point
+from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.comparison.seconds import Seconds
 from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate, estimate
@@ -41,7 +41,7 @@ class Row:
     keys_read: float | None = None
     flops: float | None = None  #: share of exact attention's
     time: Seconds | None = None
-    points: tuple[Point, ...] = ()  #: speed of the attention call over the length
+    points: tuple[RacePoint, ...] = ()  #: speed of the attention call over the length
     crossover: int | None = None  #: tokens from which on the call is faster; None: at none of the lengths of `points`
 
 
@@ -64,7 +64,7 @@ class Comparison:
     padding: float  #: share of padding in them
     rows: tuple[Row, ...]
     summary: str
-    maps: tuple[Map, ...] = ()  #: where the most fragile heads look
+    maps: tuple[HeadMap, ...] = ()  #: where the most fragile heads look
 
     def records(self) -> list[dict[str, Any]]:
         """A flat dictionary for each row, as `pandas.DataFrame` takes them."""
@@ -132,7 +132,7 @@ def row_of(
     tolerance: float,
     metric: Metric,
     labels: Sequence[float] | None = None,
-    points: tuple[Point, ...] = (),
+    points: tuple[RacePoint, ...] = (),
 ) -> Row:
     """One row from what was measured: a `Quality` of each seed, and `Seconds`, as dictionaries."""
     if (refused := next((part["refused"] for part in parts if "refused" in part), None)) is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from sparing.workbench.planning.path import Layers
+from sparing.workbench.planning.path import LayerSpecs
 
 GROUPS = 12  #: of neighbouring layers, in deeper models
 
-Probe = Callable[[Sequence[Layers]], Sequence[Sequence[float]]]  #: of some recipes, what happens to each document
+Probe = Callable[[Sequence[LayerSpecs]], Sequence[Sequence[float]]]  #: of some recipes, what happens to each document
 
 
 def damages(
@@ -20,7 +20,7 @@ def damages(
     can: layer -> methods that it can run. Up to `GROUPS` layers are probed one by one. Of more, neighbours are probed
     together for each method, and one by one for the method that saves most, which tells how they share others' harm.
     """
-    ask: list[Layers] = []
+    ask: list[LayerSpecs] = []
     parts = groups(list(can), GROUPS)
     specs = sorted({spec for able in can.values() for spec in able}, key=lambda spec: (-savings[spec], spec))
     for part in parts:
@@ -54,7 +54,7 @@ def _strongest(able: Sequence[str], savings: Mapping[str, float]) -> str:
     return max(able, key=lambda spec: (savings[spec], spec))
 
 
-def _key(layers: Layers) -> tuple[tuple[str, str], ...]:
+def _key(layers: LayerSpecs) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(layers.items()))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-Layers = dict[str, str]  #: layer -> spec; a layer that is not named is exact
+LayerSpecs = dict[str, str]  #: layer -> spec; a layer that is not named is exact
 
 
 def path(
     damages: Mapping[str, Mapping[str, float]], savings: Mapping[str, float], limit: float = math.inf
-) -> list[Layers]:
+) -> list[LayerSpecs]:
     """Recipes, each of which changes one layer of the one before it; the first is empty.
 
     damages: layer -> spec -> what happens at the end of the model if that layer alone runs it; NaN: it cannot.
@@ -27,7 +27,7 @@ def path(
         layer: {spec: damage for spec, damage in found.items() if math.isfinite(damage) and damage <= limit}
         for layer, found in damages.items()
     }
-    steps: list[Layers] = [{}]
+    steps: list[LayerSpecs] = [{}]
     while moves := [
         (price, -saved, layer, spec)
         for layer, found in usable.items()

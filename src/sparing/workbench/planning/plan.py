@@ -17,9 +17,10 @@ from sparing.workbench.comparison.ladder import ladder
 from sparing.workbench.machine import machine
 from sparing.workbench.metrics import Metric, metrics_of
 from sparing.workbench.planning import clock
+from sparing.workbench.planning.context import PlanGoal
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Plan
-from sparing.workbench.planning.steps import Work
+from sparing.workbench.planning.steps import Planner
 from sparing.workbench.prepare import Prepared, evaluating, fingerprint, prepare
 
 #: By default: 47 of them are held out, of which one may be beyond the tolerance. With 60, none of 40 may.
@@ -87,8 +88,8 @@ def plan(
     causal = given.subject.kind == "language model"
     specs = named or [spec for spec in ladder(given.tokens, causal=causal) if not _method(spec).oracle]
     with evaluating(given.subject.model):
-        work = Work(given, promise, chosen, objective, store, here, seed=seed, rounds=rounds, progress=progress)
-        return work.plan(specs, workers)
+        goal = PlanGoal(promise, chosen, objective, seed, rounds)
+        return Planner(given, goal, store, here, progress).plan(specs, workers)
 
 
 def _drawn(data: Documents, count: int, seed: int) -> Documents:

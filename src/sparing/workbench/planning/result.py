@@ -11,7 +11,7 @@ from sparing.store import add_checksum, verify_checksum
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.comparison.verdict import finite
 from sparing.workbench.planning.promise import Promise
-from sparing.workbench.planning.search import Figures
+from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 
 FORMAT = 1
@@ -51,8 +51,8 @@ class Plan:
     damages: dict[str, dict[str, float]]  #: layer -> method -> mean change where it alone runs that
     steps: int  #: of the path from exact attention to the fastest that each layer bears
     step: int  #: how far the recipe goes
-    calibration: Figures | None  #: of the step that calibration documents chose
-    checks: tuple[Figures, ...]  #: of the steps that held-out documents were asked about
+    calibration: StepFigures | None  #: of the step that calibration documents chose
+    checks: tuple[StepFigures, ...]  #: of the steps that held-out documents were asked about
     ceiling: Interval | None  #: gain of the model with what saves most in every layer
     gain: Interval | None  #: of the whole model, exact / recipe: above 1 is better; or of what was refused for it
 
@@ -62,7 +62,7 @@ class Plan:
         return bool(self.recipe.layers)
 
     @property
-    def held_out(self) -> Figures | None:
+    def held_out(self) -> StepFigures | None:
         """What held-out documents say about the recipe, or about the last step that was refused."""
         mine = [found for found in self.checks if found.step == self.step]
         return mine[0] if mine else self.checks[-1] if self.checks else None

@@ -1,4 +1,4 @@
-"""Documents through the model under one recipe after the other; no run is done twice, and each is kept."""
+"""Run documents through the model under one recipe after the other; each run is kept, and none is done twice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -20,40 +20,33 @@ from torch import Tensor, nn
 from sparing.contract import Unsupported
 from sparing.contract import method as _method
 from sparing.models import Subject
-from sparing.store import Cell, Store
+from sparing.store import Cell
 from sparing.transformers.handle import approximate
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.cells import is_refusal, measured
 from sparing.workbench.metrics import Metric
 from sparing.workbench.outputs import END_OF, Digest, check_digest, digest
-from sparing.workbench.prepare import Prepared, Source, fetched, fingerprint
+from sparing.workbench.planning.context import PlanContext
+from sparing.workbench.prepare import ModelSource, Prepared, fetched, fingerprint
 from sparing.workbench.timing import threads
 
-Where = Source | Path  #: a model for other processes: its name, itself, or a file of it
+Where = ModelSource | Path  #: a model for other processes: its name, itself, or a file of it
 
 
-class Runs:
-    """What recipes change at the end of a model, document by document."""
+class RecipeRuns:
+    """Measure how recipes change the output of a model, document by document."""
 
-    def __init__(
-        self,
-        given: Prepared,
-        metric: Metric,
-        store: Store,
-        where: Where,
-        jobs: int,
-        blank: Recipe,
-        *,
-        of: Mapping[str, Any],
-        tell: Callable[[], None],
-    ) -> None:
-        self.given, self.metric, self.store, self.where, self.jobs = given, metric, store, where, jobs
-        self.blank, self.of, self.tell = blank, dict(of), tell
-        self.rows = {fingerprint([ids]): ids for ids in given.rows}
+    def __init__(self, context: PlanContext, metric: Metric, where: Where, jobs: int) -> None:
+        self.context, self.metric, self.where, self.jobs = context, metric, where, jobs
+        self.kind = context.given.subject.kind
+        self.rows = {fingerprint([ids]): ids for ids in context.given.rows}
         self.known: dict[str, Any] = {}
 
     def changes(self, asked: Sequence[Mapping[str, str]], documents: Sequence[str]) -> list[list[float]]:
-        """For each of these layers, the change of each document, by its key in `rows`; NaN where they cannot run."""
+        """Return the change of each document under each recipe; NaN where the recipe cannot run.
+
+        asked: the layers of each recipe. documents: keys of `rows`.
+        """
         cells = [self._cell(layers, key) for layers in ({}, *asked) for key in documents]
         self._run(cells)
         exact, *found = (
@@ -66,25 +59,25 @@ class Runs:
         if "refused" in found:
             return float("nan")
         assert self.metric.each is not None
-        return abs(self.metric.each(END_OF[self.given.subject.kind](exact, found)))
+        return abs(self.metric.each(END_OF[self.kind](exact, found)))
 
     def _run(self, cells: Sequence[Cell]) -> None:
         missing = {_key(cell): cell for cell in cells if _key(cell) not in self.known}
-        work = functools.partial(_output, self.where, self.rows, self.blank)
+        work = functools.partial(_output, self.where, self.rows, self.context.blank)
         found = measured(
-            list(missing.values()), work, self.store, check=self._check, jobs=self.jobs,
-            done=lambda cell, again: self.tell(),
+            list(missing.values()), work, self.context.store, check=self._check, jobs=self.jobs,
+            done=lambda cell, again: self.context.tell(),
         )  # fmt: skip
         self.known.update(zip(missing, found, strict=True))
 
     def _check(self, cell: Cell, result: Any) -> None:
         if not is_refusal(result):
-            check_digest(self.given.subject.kind, result)
+            check_digest(self.kind, result)
 
     def _cell(self, layers: Mapping[str, str], document: str) -> Cell:
         draws = any(_method(spec).supports.stochastic for spec in layers.values())
-        seed = self.blank.seed if draws else 0
-        return {"what": "output", **self.of, "document": document, "layers": dict(layers), "seed": seed}
+        seed = self.context.blank.seed if draws else 0
+        return {"what": "output", **self.context.of, "document": document, "layers": dict(layers), "seed": seed}
 
 
 def _key(cell: Cell) -> str:
@@ -105,7 +98,7 @@ def _output(where: Where, rows: Mapping[str, Tensor], blank: Recipe, cell: Cell)
 
 @contextmanager
 def running(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """The model with a recipe, and without the warning that a method wants training: it is measured, not trusted."""
+    """Run the model with a recipe, without the warning that a method needs further training: it is measured first."""
     if not recipe.layers:
         yield
         return
@@ -118,7 +111,7 @@ def running(model: nn.Module, recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def packed(given: Prepared, jobs: int) -> Iterator[Where]:
-    """How processes get at the model: by its name, or from a file, which each reads once and not for each document."""
+    """Yield how processes get the model: by its name, or from a file, which each of them reads once."""
     if jobs == 1:
         yield given.subject
     elif not isinstance(given.source, Subject):
@@ -131,7 +124,7 @@ def packed(given: Prepared, jobs: int) -> Iterator[Where]:
 
 
 def _cloudpickle() -> Any:
-    """What joblib sends objects with, also classes of a notebook; old versions bring their own."""
+    """Return the module that joblib pickles with, which covers classes of a notebook; old versions bundle it."""
     try:
         return import_module("cloudpickle")
     except ModuleNotFoundError:

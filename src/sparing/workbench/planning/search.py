@@ -11,7 +11,7 @@ Changes = Callable[[int], Sequence[float]]  #: of a step of the path, what happe
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepFigures:
     """What documents say about one step."""
 
     step: int
@@ -22,11 +22,11 @@ class Figures:
     worst: float
 
 
-def figures(step: int, changes: Sequence[float], promise: Promise) -> Figures:
+def figures(step: int, changes: Sequence[float], promise: Promise) -> StepFigures:
     """The changes of some documents, summed up."""
     sizes = [abs(change) for change in changes]
     worst = max(sizes, key=lambda size: (size != size, size))  # what is no number is worst
-    return Figures(
+    return StepFigures(
         step, len(sizes), promise.violations(sizes), promise.most(sizes), sum(sizes) / len(sizes), worst
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ def farthest(steps: int, changes: Changes, promise: Promise, held_out: int) -> i
     return low
 
 
-def check(step: int, changes: Changes, promise: Promise) -> tuple[int, tuple[Figures, ...]]:
+def check(step: int, changes: Changes, promise: Promise) -> tuple[int, tuple[StepFigures, ...]]:
     """The step that held-out documents allow: this one, the one half as far, or 0; and what they said of each.
 
     changes: of the held-out documents. Both steps were chosen without them. The safer one is tested first, and the

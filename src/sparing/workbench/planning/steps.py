@@ -12,14 +12,14 @@ from sparing.contract import method as _method
 from sparing.store import Store
 from sparing.transformers.find import base_name, find
 from sparing.transformers.recipe import Recipe
-from sparing.workbench.metrics import Metric
 from sparing.workbench.planning import words
 from sparing.workbench.planning.clock import is_gain
+from sparing.workbench.planning.context import PlanContext, PlanGoal
 from sparing.workbench.planning.damage import GROUPS, damages
-from sparing.workbench.planning.path import Layers, path
-from sparing.workbench.planning.promise import Promise, calibrating
+from sparing.workbench.planning.path import LayerSpecs, path
+from sparing.workbench.planning.promise import calibrating
 from sparing.workbench.planning.result import Candidate, Plan, about
-from sparing.workbench.planning.runs import Runs, packed
+from sparing.workbench.planning.runs import RecipeRuns, packed
 from sparing.workbench.planning.search import check, farthest, figures
 from sparing.workbench.planning.timed import Timed
 from sparing.workbench.prepare import Prepared, fingerprint
@@ -27,24 +27,19 @@ from sparing.workbench.prepare import Prepared, fingerprint
 PROBES = 3  #: calibration documents that tell how much damage a method does in a layer
 
 
-class Work:
-    """What `plan` does; what is known so far stands in `found`, under the names of `Plan`."""
+class Planner:
+    """Run the steps of `plan()`; `found` holds what is known so far, under the names of `Plan`'s fields."""
 
     def __init__(
         self,
         given: Prepared,
-        promise: Promise,
-        metric: Metric,
-        objective: str,
+        goal: PlanGoal,
         store: Store,
         here: dict[str, Any],
-        *,
-        seed: int,
-        rounds: int,
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self.given, self.promise, self.metric, self.objective = given, promise, metric, objective
-        self.store, self.here, self.progress = store, here, progress
+        self.given, self.here, self.progress = given, here, progress
+        self.promise, self.metric, self.objective = goal.promise, goal.metric, goal.objective
         self.now, self.done, self.steps = "", 0, 1
         documents = [fingerprint([ids]) for ids in given.rows]
         count = calibrating(len(documents))
@@ -53,21 +48,24 @@ class Work:
         self.places = {base_name(model, layer.name): layer for layer in find(model)}
         # Documents are prompts: what continues a cache was not measured, and stays exact.
         when = "prefill" if given.subject.kind == "language model" else "always"
-        self.blank = Recipe({}, seed, getattr(model.config, "model_type", None), when=when)
-        self.of: dict[str, Any] = {
-            "model": given.subject.fingerprint,
-            "versions": [here["torch"], here["transformers"], here["sparing"]],
-        }
-        self.timed = Timed(
-            given, objective, self.blank, store, rounds, of={**self.of, "machine": here}, tell=self._tell
-        )  # fmt: skip
+        self.context = PlanContext(
+            given=given,
+            store=store,
+            blank=Recipe({}, goal.seed, getattr(model.config, "model_type", None), when=when),
+            of={
+                "model": given.subject.fingerprint,
+                "versions": [here["torch"], here["transformers"], here["sparing"]],
+            },
+            tell=self._tell,
+        )
+        self.timed = Timed(self.context, goal.objective, goal.rounds, here)
         self.found: dict[str, Any] = {
             "candidates": (), "damages": {}, "steps": 0, "step": 0, "calibration": None, "checks": (),
             "ceiling": None, "gain": None,
         }  # fmt: skip
 
     def plan(self, specs: Sequence[str], jobs: int) -> Plan:
-        """Cheap steps first: each may end it with exact attention."""
+        """Run the steps, cheap ones first; each may end the plan with exact attention."""
         tokens = len(self.given.typical)
         self.now = "attention calls"
         gains = self.timed.calls(specs)
@@ -85,14 +83,14 @@ class Work:
         if not is_gain(ceiling):
             return self._exact(words.no_ceiling(ceiling, tokens, self.objective))
         with packed(self.given, jobs) as where:
-            runs = Runs(self.given, self.metric, self.store, where, jobs, self.blank, of=self.of, tell=self._tell)
+            runs = RecipeRuns(self.context, self.metric, where, jobs)
             self.now = "layers one by one"
             probes = self.calibration[:PROBES]
             self.found["damages"] = damages(can, savings, lambda asked: runs.changes(asked, probes))
             return self._search(runs, path(self.found["damages"], savings, self.promise.tolerance))
 
     def _can(self, specs: Sequence[str]) -> dict[str, list[str]]:
-        """What each layer can run; layers that are local by themselves have nothing to save."""
+        """Return the methods that each layer can run, without layers that attend within a window by themselves."""
         found = {
             name: [spec for spec in specs if layer.refusal(_method(spec)) is None]
             for name, layer in self.places.items()
@@ -100,8 +98,8 @@ class Work:
         }
         return {name: able for name, able in found.items() if able}
 
-    def _search(self, runs: Runs, steps: Sequence[Layers]) -> Plan:
-        """The farthest step that keeps the promise, if it gains something."""
+    def _search(self, runs: RecipeRuns, steps: Sequence[LayerSpecs]) -> Plan:
+        """Return the plan of the farthest step that keeps the promise, if that gains something."""
         last = len(steps) - 1
         if last == 0:
             return self._exact(words.no_single(self.found["damages"], self.promise, self.metric.words))
@@ -126,13 +124,13 @@ class Work:
             return self._exact(words.no_gain(self.found["gain"], self.objective))
         return self._result("", steps[held])
 
-    def _gains(self, layers: Layers) -> bool:
+    def _gains(self, layers: LayerSpecs) -> bool:
         self.now = "the model with the recipe"
         self.found["gain"] = self.timed.model(layers)
         return is_gain(self.found["gain"])
 
     def _expect(self, can: Mapping[str, Sequence[str]]) -> None:
-        """About how many runs there will be."""
+        """Estimate the number of runs, for the progress bar."""
         options = sum(len(able) for able in can.values())
         together = -(-len(can) // GROUPS)
         probes = PROBES * (-(-options // together) + (len(can) if together > 1 else 0))
@@ -147,12 +145,12 @@ class Work:
         self.found["step"] = 0
         return self._result(reason, {})
 
-    def _result(self, reason: str, layers: Layers) -> Plan:
+    def _result(self, reason: str, layers: LayerSpecs) -> Plan:
         given, subject = self.given, self.given.subject
         chosen = {name: layers[name] for name in self.places if name in layers}
         found = Plan(
-            recipe=replace(self.blank, layers=chosen), reason=reason, model=subject.name, kind=subject.kind,
-            data=given.data, data_fingerprint=given.data_fingerprint, model_fingerprint=self.of["model"],
+            recipe=replace(self.context.blank, layers=chosen), reason=reason, model=subject.name, kind=subject.kind,
+            data=given.data, data_fingerprint=given.data_fingerprint, model_fingerprint=self.context.of["model"],
             documents=len(given.rows), tokens=given.tokens, truncated=given.longer, skipped=given.skipped,
             metric=self.metric.name, words=self.metric.words, objective=self.objective, promise=self.promise,
             machine=self.here, layers={name: chosen.get(name, "exact") for name in self.places}, **self.found,

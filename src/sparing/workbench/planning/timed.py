@@ -1,4 +1,4 @@
-"""Gains as cells: measured alone, and kept for this machine."""
+"""Measure gains in cells, one at a time, and keep them for this machine."""
 
 from __future__ import annotations
 
@@ -7,34 +7,24 @@ from dataclasses import replace
 from typing import Any
 
 from sparing.from_json import build
-from sparing.store import Cell, Check, Store
-from sparing.transformers.recipe import Recipe
+from sparing.store import Cell, Check
 from sparing.workbench.cells import measured
 from sparing.workbench.planning import clock
-from sparing.workbench.prepare import Prepared, fingerprint
+from sparing.workbench.planning.context import PlanContext
+from sparing.workbench.prepare import fingerprint
 from sparing.workbench.timing import Interval
 
 
 class Timed:
-    """What a document of median length gains."""
+    """Measure what a document of median length gains on this machine."""
 
-    def __init__(
-        self,
-        given: Prepared,
-        objective: str,
-        blank: Recipe,
-        store: Store,
-        rounds: int,
-        *,
-        of: Mapping[str, Any],
-        tell: Callable[[], None],
-    ) -> None:
-        self.subject, self.ids, self.objective, self.blank = given.subject, given.typical, objective, blank
-        self.store, self.rounds, self.tell = store, rounds, tell
-        self.of = {**of, "document": fingerprint([self.ids]), "objective": objective}
+    def __init__(self, context: PlanContext, objective: str, rounds: int, machine: Mapping[str, Any]) -> None:
+        self.context, self.objective, self.rounds = context, objective, rounds
+        self.subject, self.ids = context.given.subject, context.given.typical
+        self.of = {**context.of, "machine": machine, "document": fingerprint([self.ids]), "objective": objective}
 
     def calls(self, specs: Sequence[str]) -> dict[str, Interval | None]:
-        """Of an attention call, by each method; None where it cannot run."""
+        """Return the gain of an attention call by each method; None where it cannot run."""
         found = self._kept(
             {"what": "calls", **self.of, "methods": list(specs)},
             lambda: clock.call_gains(self.subject, self.ids, specs, self.objective),
@@ -43,8 +33,8 @@ class Timed:
         return {spec: None if found[spec] is None else Interval(*found[spec]) for spec in specs}
 
     def model(self, layers: Mapping[str, str]) -> Interval:
-        """Of the whole model, by a recipe with these layers."""
-        recipe = replace(self.blank, layers=dict(layers))
+        """Return the gain of the whole model by a recipe with these layers."""
+        recipe = replace(self.context.blank, layers=dict(layers))
         cell = {"what": "gain", **self.of, "layers": dict(layers), "seed": recipe.seed, "rounds": self.rounds}
         found = self._kept(
             cell, lambda: clock.model_gain(self.subject, self.ids, recipe, self.objective, self.rounds), _check_gain
@@ -52,8 +42,8 @@ class Timed:
         return Interval(*found)
 
     def _kept(self, cell: Cell, measure: Callable[[], Any], check: Check) -> Any:
-        (found,) = measured([cell], lambda cell: measure(), self.store, check=check)
-        self.tell()
+        (found,) = measured([cell], lambda cell: measure(), self.context.store, check=check)
+        self.context.tell()
         return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Candidate, Plan
-from sparing.workbench.planning.search import Figures
+from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 
 KEEP = "Keep exact attention: "
@@ -59,7 +59,7 @@ def no_single(damages: Mapping[str, Mapping[str, float]], promise: Promise, word
     )
 
 
-def no_step(first: Figures, promise: Promise, words: str) -> str:
+def no_step(first: StepFigures, promise: Promise, words: str) -> str:
     """Calibration documents allow nothing."""
     return (
         f"{KEEP}no step leaves enough room within {promise.tolerance:.2%} ({words}): the first, in one layer, changes "
@@ -75,7 +75,7 @@ def no_gain(gain: Interval, objective: str) -> str:
     )
 
 
-def not_held(checks: Sequence[Figures], promise: Promise) -> str:
+def not_held(checks: Sequence[StepFigures], promise: Promise) -> str:
     """Held-out documents refuse what calibration documents allowed."""
     last = checks[-1]
     return (

@@ -1,0 +1,12 @@
+"""What the presets load."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Pretrained(NamedTuple):
+    """A model of transformers with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
