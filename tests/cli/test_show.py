@@ -20,7 +20,7 @@ from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 from sparing_lab.studies import run as studies
 from sparing_lab.studies import study
-from sparing_lab.studies.study import BenchSettings as StudySettings
+from sparing_lab.studies.study import Settings as StudySettings
 from tests.fuzz.parsers import unsafe
 from tests.support.comparisons import example
 from tests.support.entry_points import declared
