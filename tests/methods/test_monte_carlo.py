@@ -8,6 +8,7 @@ from scipy.stats import binom
 
 import sparing
 from sparing import Projection, native
+from sparing.methods.monte_carlo import estimator, projection
 from sparing.methods.monte_carlo import method as monte_carlo
 from sparing.methods.monte_carlo.sampling import feature_law, sample_counts
 from tests.support.random_estimates import assert_second_moment, assert_unbiased
@@ -103,7 +104,7 @@ def test_rounding_down_breaks_the_bound(monkeypatch):
     q, k, value = worst_case(1)
     alpha = 1 / math.sqrt(1.99)
     assert assert_bound(q, k, value, alpha)["counts"].item() == 2
-    monkeypatch.setattr(monte_carlo, "sample_counts", lambda *args: sample_counts(*args) - 1)
+    monkeypatch.setattr(estimator, "sample_counts", lambda *args: sample_counts(*args) - 1)
     with pytest.raises(AssertionError, match="the bound does not hold"):
         assert_bound(q, k, value, alpha)
     found = sparing.inspect(q, k, value, method=spec(alpha), seed=0)
@@ -175,7 +176,8 @@ def test_gradcheck_with_frozen_samples(setting, impl, monkeypatch):
     """Without kernels, whose law cannot be frozen: test_projection_kernel.py compares their gradients to these."""
     q, k, value = problem(n=5, d=7, e=2, heads=2, kv_heads=1, n_q=4, sharpness=0.5)
     law = feature_law(value.weight.mT[None])  # p is a constant too, also when the weight moves
-    monkeypatch.setattr(monte_carlo, "feature_law", lambda w: law)
+    for module in (monte_carlo, projection):
+        monkeypatch.setattr(module, "feature_law", lambda w: law)
     leaves = [t.clone().requires_grad_() for t in (q, k, *value)]
 
     def call(q, k, *v):

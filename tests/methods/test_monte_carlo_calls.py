@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparing
 from sparing import Projection, Shape, Unsupported, native
+from sparing.methods.monte_carlo import estimator
 from sparing.methods.monte_carlo import method as monte_carlo
 from sparing.methods.monte_carlo.sampling import sample_counts
 from tests.methods.test_monte_carlo import SETTINGS, exact, problem, spec
@@ -116,14 +117,18 @@ def test_padding_changes_no_count(side, monkeypatch):
     assert_padding_changes_no_count(side)
     with native.switched_off():
         assert_padding_changes_no_count(side)
-    received = monte_carlo._received
+    largest = monte_carlo.largest_weights
     broken = {
-        "sample_counts": lambda m, tokens, *rest: sample_counts(m, torch.full_like(tokens, m.shape[-1]), *rest),
-        "_received": lambda weights, heads, call: received(weights, heads, call.with_mask(influence=None)),
+        (estimator, "sample_counts"): lambda m, tokens, *rest: sample_counts(
+            m, torch.full_like(tokens, m.shape[-1]), *rest
+        ),
+        (monte_carlo, "largest_weights"): lambda weights, heads, call: largest(
+            weights, heads, call.with_mask(influence=None)
+        ),
     }
-    for name, function in broken.items():  # controls: published code counts padded tokens and padded queries
+    for place, function in broken.items():  # controls: published code counts padded tokens and padded queries
         with monkeypatch.context() as patch, native.switched_off():
-            patch.setattr(monte_carlo, name, function)
+            patch.setattr(*place, function)
             with pytest.raises(AssertionError, match="counts differ"):
                 assert_padding_changes_no_count(side)
 

@@ -7,7 +7,7 @@ import torch
 
 import sparing
 from sparing import Projection
-from sparing.methods.monte_carlo import method as monte_carlo
+from sparing.methods.monte_carlo import causal as by_row
 from sparing.methods.monte_carlo import row_blocks
 from sparing.methods.monte_carlo.levels import level_of
 from tests.methods.test_monte_carlo import DRAWS, exact, problem, spec, worst_case
@@ -133,7 +133,7 @@ def test_rounding_down_to_a_level_breaks_the_bound(monkeypatch):
         code = level_of(counts, d)
         return torch.where(code > 1, code - 1, code)
 
-    for module in (row_blocks, monte_carlo):
+    for module in (row_blocks, by_row):
         monkeypatch.setattr(module, "level_of", down)
     with pytest.raises(AssertionError, match="the bound does not hold"):
         assert_bound(q, k, value, alpha)

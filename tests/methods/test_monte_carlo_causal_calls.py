@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparing
 from sparing import Projection, Shape, Unsupported, native
+from sparing.methods.monte_carlo import causal as by_row
 from sparing.methods.monte_carlo import levels, row_blocks
-from sparing.methods.monte_carlo import method as monte_carlo
 from sparing.methods.monte_carlo.levels import running_maximum
 from sparing.nn import MultiheadAttention
 from tests.methods.test_monte_carlo import SETTINGS, problem, spec
@@ -57,7 +57,7 @@ def test_counts_from_all_queries_are_noticed(setting, impl, monkeypatch):
         found = running_maximum(received, before)
         return found[..., -1:, :].expand_as(found)
 
-    for module in (row_blocks, monte_carlo):
+    for module in (row_blocks, by_row):
         monkeypatch.setattr(module, "running_maximum", all_queries)
     with pytest.raises(AssertionError, match="leak"):
         assert_no_leak(setting, impl, 40, 17)
@@ -94,7 +94,7 @@ def test_values_that_overflow_stay_out_of_earlier_rows(setting, impl, alpha, mon
     huge[:, 12:] = 1e308
     assert torch.equal(early(huge), early(value.x))
     if alpha or impl == "reference":
-        for module in (levels, monte_carlo):  # control
+        for module in (levels, by_row):  # control
             monkeypatch.setattr(module, "weigh", torch.matmul)
         if setting != ", estimator=drop" or alpha == 0:  # which need not project these tokens
             assert not early(huge).isfinite().all()
@@ -120,8 +120,8 @@ def test_no_error_allowed_is_exact(setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_gradcheck_with_frozen_samples(setting, impl, monkeypatch):
     q, k, value = problem(n=4, d=5, e=2, heads=2, kv_heads=1, sharpness=0.5)
-    law = monte_carlo.feature_law(value.weight.mT[None])  # p is a constant too, also when the weight moves
-    monkeypatch.setattr(monte_carlo, "feature_law", lambda w: law)
+    law = by_row.feature_law(value.weight.mT[None])  # p is a constant too, also when the weight moves
+    monkeypatch.setattr(by_row, "feature_law", lambda w: law)
     monkeypatch.setattr(levels, "feature_law", lambda w: law[0])
     leaves = [t.clone().requires_grad_() for t in (q, k, *value)]
 

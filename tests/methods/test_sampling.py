@@ -7,6 +7,7 @@ import torch
 
 from sparing.draws import Draws, fold
 from sparing.methods.monte_carlo.sampling import (
+    Lists,
     draw_features,
     feature_law,
     mean_token,
@@ -41,10 +42,10 @@ def lists(law, counts, *, shared=False, stratified=False, seed=0, ranks=None):
     """Independent draws of all lists, one per random stream: (1, DRAWS, n, d)."""
     n = len(counts)
     ranks = torch.arange(n) if ranks is None else ranks
-    return draw_features(
-        law.expand(DRAWS, -1), counts.expand(1, DRAWS, n), ranks.expand(1, DRAWS, n), Draws(seed, torch.arange(DRAWS)),
-        shared=shared, stratified=stratified,
-    )  # fmt: skip
+    drawn = Lists(
+        ranks=ranks.expand(1, DRAWS, n), draws=Draws(seed, torch.arange(DRAWS)), shared=shared, stratified=stratified
+    )
+    return draw_features(law.expand(DRAWS, -1), counts.expand(1, DRAWS, n), drawn)
 
 
 def products(x, w, counts, law=None, **kwargs):
@@ -131,8 +132,9 @@ def test_lists_and_products_follow_the_formula(shared, stratified):
     x, w, counts = problem(n=5, d=9)
     law, streams, ranks = feature_law(w), torch.tensor([7, 2]), torch.tensor([0, 2, 1, 1, 4])
     draws, total = Draws(3, streams), feature_law(w).cumsum(-1)
-    args = law.expand(2, -1), counts.expand(1, 2, 5), ranks.expand(1, 2, 5)
-    picks = draw_features(*args, draws, shared=shared, stratified=stratified)
+    args = law.expand(2, -1), counts.expand(1, 2, 5)
+    kept = Lists(ranks=ranks.expand(1, 2, 5), draws=draws, shared=shared, stratified=stratified)
+    picks = draw_features(*args, kept)
     found = sampled_product(x[None, None], w.expand(2, *w.shape), args[0], picks, args[1])
     for h in range(2):
         for j in range(5):
@@ -157,11 +159,12 @@ def test_ragged_products_are_the_same_from_the_same_lists(shared, stratified, mo
     w[1] = 0
     counts = torch.randint(most + 1, (3, 2, 11), generator=gen)
     ranks = torch.stack([torch.randperm(11, generator=gen) for _ in range(6)]).view(3, 2, 11)
-    law, draws, kinds = feature_law(w), Draws(5, torch.tensor([4, 1])), {"shared": shared, "stratified": stratified}
-    picks = draw_features(law, counts, ranks, draws, **kinds)
+    law, draws = feature_law(w), Draws(5, torch.tensor([4, 1]))
+    kept = Lists(ranks=ranks, draws=draws, shared=shared, stratified=stratified)
+    picks = draw_features(law, counts, kept)
     asked = []
     monkeypatch.setattr(Draws, "uniform", lambda self, *a, old=Draws.uniform: asked.append("table") or old(self, *a))
-    found = ragged_product(x, w, law, counts, ranks, draws, **kinds)
+    found = ragged_product(x, w, law, counts, kept)
     assert bool(asked) == (most == 9 or (shared and most > 0))
     wanted = sampled_product(x[:, None], w, law, picks, counts) * (counts < 9).unsqueeze(-1)  # the rest is projected
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -7,7 +7,7 @@ import sparing
 from sparing import Projection, native
 from sparing.draws import Draws
 from sparing.methods.monte_carlo.native import received, sampled_projection
-from sparing.methods.monte_carlo.sampling import draw_features, feature_law, purpose, sampled_product
+from sparing.methods.monte_carlo.sampling import Lists, draw_features, feature_law, sampled_product
 from tests.support.allocations import largest_tensor
 from tests.support.inputs import keys_mask, padding
 from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
@@ -38,9 +38,8 @@ def by_kernel(counts, ranks, shared, stratified):
     draws = draws_of(counts.shape[1])
 
     def compute(x, weight, bias):
-        return sampled_projection(
-            x, weight, bias, counts, ranks, draws.streams, draws.signed_seed, purpose(shared), shared, stratified
-        )
+        lists = Lists(ranks=ranks, draws=draws, shared=shared, stratified=stratified)
+        return sampled_projection(x, weight, bias, counts, lists)
 
     return compute
 
@@ -51,7 +50,7 @@ def by_specification(counts, ranks, shared, stratified):
     def compute(x, weight, bias):
         w = weight.unflatten(0, (heads, -1)).mT
         law = feature_law(w)
-        picks = draw_features(law, counts, ranks, draws, shared=shared, stratified=stratified)
+        picks = draw_features(law, counts, Lists(ranks=ranks, draws=draws, shared=shared, stratified=stratified))
         rough = sampled_product(x.unsqueeze(1), w, law, picks, counts)
         exact = (counts == x.shape[-1]).unsqueeze(-1)
         return torch.where(exact, x.unsqueeze(1) @ w, rough) + bias.view(heads, 1, -1)
@@ -216,7 +215,9 @@ def test_opcheck():
 def test_compiles_as_one_graph(dynamic):
     def both(x, weight, counts, ranks):
         _, lse = received(x.unsqueeze(1), x.unsqueeze(1), None, None, 0.1)
-        return lse, sampled_projection(x, weight, None, counts, ranks, torch.arange(3), -7, 5, True, False)
+        return lse, torch.ops.sparing.sampled_projection(
+            x, weight, None, counts, ranks, torch.arange(3), -7, 5, True, False
+        )
 
     compiled = torch.compile(both, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for n in (20, 21):

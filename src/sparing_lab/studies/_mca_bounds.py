@@ -10,7 +10,7 @@ from torch import Tensor
 from sparing.contract import Projection
 from sparing.draws import Draws
 from sparing.functional import attention, inspect
-from sparing.methods.monte_carlo.sampling import draw_features, feature_law, mean_square_error, sampled_product
+from sparing.methods.monte_carlo.sampling import Lists, draw_features, feature_law, mean_square_error, sampled_product
 from sparing.transformers.watch import Seen
 from sparing_lab.studies.rows import Row
 
@@ -85,8 +85,8 @@ def token_error(value: Projection, heads: int, r: int, draws: int) -> Row:
     found: dict[str, list[float]] = {"square": [], "mean": [], "predicted": [], "bound": [], "z": [], "excess": []}
     for head, w in enumerate(value.weight.double().unflatten(0, (heads, -1)).mT):
         law = feature_law(w).unsqueeze(0)
-        lists = Draws(1, torch.tensor([head]))
-        picks = draw_features(law, counts, ranks, lists, shared=False, stratified=False)
+        lists = Lists(ranks=ranks, draws=Draws(1, torch.tensor([head])), shared=False, stratified=False)
+        picks = draw_features(law, counts, lists)
         inputs = x.view(1, 1, 1, -1).expand(1, 1, draws, -1)
         error = (sampled_product(inputs, w.unsqueeze(0), law, picks, counts)[0, 0] - x @ w).norm(dim=-1)
         square = error.square()
@@ -122,7 +122,8 @@ def worst(case: str, rounding: str, draws: int) -> Row:
     rms = mean_square_error(torch.full((1, n), 1 / n), x, w, counts[0, 0], shared=True).sqrt()
     total = 0.0
     for seed in range(draws):
-        lists = Draws(seed, torch.tensor([0]))
-        picks = draw_features(law, counts, torch.arange(n).view(1, 1, -1), lists, shared=True, stratified=False)
+        draw = Draws(seed, torch.tensor([0]))
+        lists = Lists(ranks=torch.arange(n).view(1, 1, -1), draws=draw, shared=True, stratified=False)
+        picks = draw_features(law, counts, lists)
         total += float(sampled_product(x[None, None], w.unsqueeze(0), law, picks, counts)[0, 0].mean(0).norm())
     return {"wanted": wanted, "r": r, "ratio": total / draws / bound, "rms_ratio": float(rms) / bound}

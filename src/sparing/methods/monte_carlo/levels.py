@@ -9,13 +9,14 @@ that the shape of the call alone decides, and what only later rows need enters e
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparing.draws import Draws
-from sparing.methods.monte_carlo.sampling import feature_law, ragged_product
+from sparing.methods.monte_carlo.sampling import Lists, feature_law, ragged_product
 from sparing.native.derivatives import once_differentiable
 
 _ROWS = 128  # queries of a block
@@ -23,28 +24,28 @@ _TOKENS = 16  # tokens that are projected together
 
 
 def levels(features: int) -> list[int]:
-    """0, 1, 2, 4, ... and `features`."""
+    """Return 0, 1, 2, 4, ... and `features`."""
     return [0, *(2**i for i in range(max(features - 1, 0).bit_length())), features][: None if features else 1]
 
 
 def level_of(counts: Tensor, features: int) -> Tensor:
-    """The number of the first level that holds each count, 0 <= r <= features."""
+    """Return the number of the first level that holds each count, 0 <= r <= features."""
     return torch.bucketize(counts, torch.tensor(levels(features), device=counts.device)).to(torch.uint8)
 
 
 def row_blocks(n_q: int, n_k: int) -> list[tuple[int, int, int]]:
-    """(first row, row after the last, keys that the rows of a causal call can see) for each block."""
+    """Return (first row, row after the last, keys that the rows of a causal call can see) for each block."""
     ends = [(start, min(start + _ROWS, n_q)) for start in range(0, n_q, _ROWS)]
     return [(start, end, min(end, n_k)) for start, end in ends]
 
 
 def block_pairs(n_q: int, n_k: int) -> int:
-    """Pairs of queries and keys that the blocks hold."""
+    """Count the pairs of queries and keys that the blocks hold."""
     return sum((end - start) * keys for start, end, keys in row_blocks(n_q, n_k))
 
 
 def running_maximum(received: Tensor, before: Tensor | None = None) -> Tensor:
-    """The largest of the rows up to each row (..., rows, n), and of `before` (..., fewer than n)."""
+    """Return the largest of the rows up to each row (..., rows, n), and of `before` (..., fewer than n)."""
     if before is not None:
         first = torch.nn.functional.pad(before, (0, received.shape[-1] - before.shape[-1]))
         received = torch.cat([first.unsqueeze(-2), received], dim=-2)
@@ -52,12 +53,12 @@ def running_maximum(received: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def present(codes: Tensor) -> list[int]:
-    """The numbers of the levels above zero in a block of rows: as many products are run for it."""
+    """Return the numbers of the levels above zero in a block of rows; one product is run for each."""
     return [level for level in codes.unique().tolist() if level]
 
 
 def used_levels(blocks: list[Tensor], n_k: int, features: int) -> Tensor:
-    """Which levels some row asks for (levels, n_k), from the level numbers of all blocks of rows."""
+    """Return which levels some row asks for (levels, n_k), from the level numbers of all blocks of rows."""
     used = torch.zeros(len(levels(features)), n_k, dtype=torch.bool, device=blocks[0].device)
     for codes in blocks:
         keys = torch.arange(codes.shape[-1], device=codes.device)
@@ -66,12 +67,12 @@ def used_levels(blocks: list[Tensor], n_k: int, features: int) -> Tensor:
 
 
 def largest_counts(used: Tensor, features: int) -> Tensor:
-    """The largest level that some row asks for (n_k,), of used (levels, n_k)."""
+    """Return the largest level that some row asks for (n_k,), from used (levels, n_k)."""
     return (torch.tensor(levels(features), device=used.device)[:, None] * used).amax(0)
 
 
 def samples(used: Tensor, features: int, stratified: bool) -> tuple[Tensor, Tensor]:
-    """Draws for each level but the first and the last (levels - 2, n), and how many of a list to skip (levels - 2,).
+    """Count draws for each level but the first and the last (levels - 2, n), and draws to skip in a list (levels - 2,).
 
     Strata belong to a level, and only levels that are used draw any. Without strata a level continues the list of the
     one below, as far as the largest that is used.
@@ -85,21 +86,21 @@ def samples(used: Tensor, features: int, stratified: bool) -> tuple[Tensor, Tens
 
 
 def row_terms(used: Tensor, features: int, stratified: bool) -> Tensor:
-    """How many rows of W are added up for the versions of each token (n,)."""
+    """Count the rows of W that are added up for the versions of each token (n,)."""
     projected = torch.cat([part.any().expand(len(part)) for part in used[-1].split(_TOKENS)])
     return samples(used, features, stratified)[0].sum(0) + features * projected
 
 
 def project_blocks(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
-    """x w (n, e), where tokens of `chosen` (n,) are; a token has fixed neighbours, whoever else is chosen."""
+    """Compute x w (n, e) for the tokens `chosen` (n,), in fixed groups: a row does not depend on who else is chosen."""
     parts = zip(x.split(_TOKENS), chosen.split(_TOKENS), strict=True)
     return torch.cat([part @ w if bool(some.any()) else part.new_zeros(len(part), w.shape[-1]) for part, some in parts])
 
 
-def versions(
-    x: Tensor, w: Tensor, used: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool
-) -> Tensor:
-    """H at every level that is used: x (n, d), w (d, e), used (levels, n), ranks (n,) -> (levels, n, e).
+def versions(x: Tensor, w: Tensor, used: Tensor, lists: Lists) -> Tensor:
+    """Return H at every level that is used: x (n, d), w (d, e), used (levels, n) -> (levels, n, e).
+
+    lists: those of one head, with ranks (n,).
 
     The first level is zero and the last the product itself. Lists of samples are those of `draw_features`: without
     strata, a level holds the first samples of the same list.
@@ -107,13 +108,12 @@ def versions(
     d, many = x.shape[-1], len(used) - 2
     parts = [x.new_zeros(1, len(x), w.shape[-1])][: many + 1]
     if many > 0:
-        counts, skip = samples(used, d, stratified)
-        law, streams = feature_law(w).expand(many, d), Draws(draws.seed, draws.streams.expand(many))
-        drawn = ragged_product(
-            x[None], w.expand(many, -1, -1), law, counts[None], ranks.expand(1, many, -1), streams, shared=shared,
-            stratified=stratified, skip=skip,
-        )[0]  # fmt: skip
-        if not stratified:
+        counts, skip = samples(used, d, lists.stratified)
+        streams = Draws(lists.draws.seed, lists.draws.streams.expand(many))
+        by_level = replace(lists, ranks=lists.ranks.expand(1, many, -1), draws=streams)
+        law = feature_law(w).expand(many, d)
+        drawn = ragged_product(x[None], w.expand(many, -1, -1), law, counts[None], by_level, skip)[0]
+        if not lists.stratified:
             sizes = torch.tensor(levels(d)[1:-1], dtype=x.dtype, device=x.device).view(-1, 1, 1)
             drawn = (drawn * counts.unsqueeze(-1)).cumsum(0) / sizes
         parts.append(drawn)
@@ -121,7 +121,7 @@ def versions(
 
 
 def weigh(weights: Tensor, values: Tensor) -> Tensor:
-    """weights @ values, where a value that overflowed spoils only the rows that use it: 0 * inf would be NaN."""
+    """Compute weights @ values; a value that overflowed spoils only the rows that use it: 0 * inf would be NaN."""
     bad = ~values.isfinite()
     if not bool(bad.any()):
         return weights @ values
@@ -130,13 +130,13 @@ def weigh(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def weigh_versions(weights: Tensor, table: Tensor, codes: Tensor) -> Tensor:
-    """sum_j A_ij H_j at the level of row i: A (g, rows, n), H (levels, n, e), codes (rows, n) -> (g, rows, e)."""
+    """Return sum_j A_ij H_j at row i's level: A (g, rows, n), H (levels, n, e), codes (rows, n) -> (g, rows, e)."""
     out: Tensor = _WeighVersions.apply(weights, table, codes)
     return out
 
 
 class _WeighVersions(torch.autograd.Function):
-    """Keeps the weights once: plain autograd would keep those of every level."""
+    """Saves the weights once for the backward pass: plain autograd would save those of every level."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, table: Tensor, codes: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.methods.monte_carlo.sampling import Lists
 from sparing.native.library import schemas
 from sparing.native.tensors import adjacent
 
@@ -20,7 +21,7 @@ schemas.define(
 
 
 def received(q: Tensor, k: Tensor, keep: Tensor | None, counted: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """(the largest softmax weight that any query gives to each key (B, H, n_k), log-sum-exp (B, H, n_q)).
+    """Return the largest softmax weight that any query gives to each key (B, H, n_k), and the log-sum-exp (B, H, n_q).
 
     keep: (B, n_k), False for padded keys, which receive nothing. counted: (B, n_q), False for queries whose weights do
     not count. There is no gradient.
@@ -35,27 +36,17 @@ def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(k.shape[:3]), q.new_empty(q.shape[:3])
 
 
-def sampled_projection(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    counts: Tensor,
-    ranks: Tensor,
-    streams: Tensor,
-    seed: int,
-    purpose: int,
-    shared: bool,
-    stratified: bool,
-) -> Tensor:
-    """x W + b of every head (B, H, n, e), from `counts` sampled features of each token; exact where these are all.
+def sampled_projection(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, lists: Lists) -> Tensor:
+    """Compute x W + b of every head (B, H, n, e), from `counts` sampled features of each token; exact where it is d.
 
-    x (B, n, d), weight (H e, d) and bias (H e) as in `nn.Linear`; counts and ranks (B, H, n), streams (H,). The samples
-    are those of `maths.sampling.draw_features`, with the seed as a signed number of 64 bits. There is no gradient.
+    x (B, n, d), weight (H e, d) and bias (H e) as in `nn.Linear`; counts (B, H, n). The samples are those of
+    `draw_features`. There is no gradient.
     """
-    x, weight, counts, ranks, streams = (t.contiguous() for t in (x, weight, counts, ranks, streams))
+    tensors = (x, weight, counts, lists.ranks, lists.draws.streams)
+    x, weight, counts, ranks, streams = (t.contiguous() for t in tensors)
     bias = None if bias is None else bias.contiguous()
     return torch.ops.sparing.sampled_projection(
-        x, weight, bias, counts, ranks, streams, seed, purpose, shared, stratified
+        x, weight, bias, counts, ranks, streams, lists.draws.signed_seed, lists.checksum, lists.shared, lists.stratified
     )
 
 

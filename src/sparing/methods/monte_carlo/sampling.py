@@ -8,21 +8,16 @@ independent samples E|H - xW|^2 = (|x|^2 |W|_F^2 - |xW|^2) / r, where x counts o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sparing.draws import Draws, checksum
 
-_PURPOSES = {True: "monte_carlo.shared", False: "monte_carlo.independent"}
-
-
-def purpose(shared: bool) -> int:
-    """What the numbers are drawn for, as the generator is told it: for kernels, which draw the same numbers."""
-    return checksum(_PURPOSES[shared])
-
 
 def feature_law(w: Tensor) -> Tensor:
-    """p(k) of eq. 6 in float64: w (..., d, e) -> (..., d). A zero matrix gives zeros."""
+    """Return p(k) of eq. 6 in float64: w (..., d, e) -> (..., d). A zero matrix gives zeros."""
     tiny = torch.finfo(torch.float64).tiny
     w = w.detach().double()
     w = w / w.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)  # squares of any finite weight stay in range
@@ -31,7 +26,7 @@ def feature_law(w: Tensor) -> Tensor:
 
 
 def sample_counts(received: Tensor, tokens: Tensor, alpha: float, features: int) -> Tensor:
-    """r_j = min(d, ceil((N M_j / alpha)^2)), eq. 9 with the rounding that keeps its bound.
+    """Return r_j = min(d, ceil((N M_j / alpha)^2)), eq. 9 with the rounding that keeps its bound.
 
     received: M_j (..., n), the largest weight that any query gives to token j.
     tokens: N (...), how many tokens count.
@@ -43,30 +38,46 @@ def sample_counts(received: Tensor, tokens: Tensor, alpha: float, features: int)
 
 
 def whole_counts(received: Tensor, counts: Tensor, features: int) -> Tensor:
-    """The same budget spent on whole tokens: r_j = d for the floor(sum r_j / d) with the largest M_j, 0 for others."""
+    """Spend the same budget on whole tokens: r_j = d for the floor(sum r_j / d) with the largest M_j, 0 for others."""
     place = received.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return features * (place < counts.sum(-1, keepdim=True) // max(features, 1))
 
 
 def mean_token(x: Tensor, valid: Tensor) -> Tensor:
-    """The mean of the valid tokens: x (B, n, d), valid (B, H, n) -> (B, H, 1, d)."""
+    """Return the mean of the valid tokens: x (B, n, d), valid (B, H, n) -> (B, H, 1, d)."""
     return (valid.to(x.dtype) / valid.sum(-1, keepdim=True).clamp_min(1) @ x).unsqueeze(-2)
 
 
-def draw_features(
-    law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool
-) -> Tensor:
-    """The features that each token samples: (B, H, n, d) indices, of which token j uses the first r_j.
+@dataclass(frozen=True, kw_only=True)
+class Lists:
+    """The lists of random numbers from which tokens sample features."""
 
-    law: p (H, d). counts: r (B, H, n). ranks: (B, H, n), the number of a token among the valid ones, so that padding
-        changes no sample.
-    shared: one list per head, keyed by the draw; otherwise one list per token, keyed by its rank and the draw.
-    stratified: draw t comes from the t-th of r_j equal parts of the distribution.
+    ranks: Tensor  #: (B, H, n), the number of a token among the valid ones, so that padding changes no sample
+    draws: Draws
+    shared: bool  #: one list per head, keyed by the draw; otherwise one per token, keyed by its rank and the draw
+    stratified: bool  #: draw t comes from the t-th of r_j equal parts of the distribution
+
+    @property
+    def purpose(self) -> str:
+        """The purpose that keys the random numbers."""
+        return "monte_carlo.shared" if self.shared else "monte_carlo.independent"
+
+    @property
+    def checksum(self) -> int:
+        """The 32 bits of the purpose, for kernels, which draw the same numbers."""
+        return checksum(self.purpose)
+
+
+def draw_features(law: Tensor, counts: Tensor, lists: Lists) -> Tensor:
+    """Return the features that each token samples: (B, H, n, d) indices, of which token j uses the first r_j.
+
+    law: p (H, d). counts: r (B, H, n).
     """
     heads, d = law.shape
     batch, _, n = counts.shape
-    uniform = draws.uniform(_PURPOSES[shared], 1 if shared else n, d).expand(heads, n, d)
-    if stratified:
+    ranks = lists.ranks
+    uniform = lists.draws.uniform(lists.purpose, 1 if lists.shared else n, d).expand(heads, n, d)
+    if lists.stratified:
         uniform = _by_rank(uniform, ranks)
         uniform = (torch.arange(d, device=law.device) + uniform) / counts.clamp_min(1).unsqueeze(-1)
         return _inverse(law.expand(batch, heads, d), uniform)
@@ -74,7 +85,7 @@ def draw_features(
 
 
 def _by_rank(lists: Tensor, ranks: Tensor) -> Tensor:
-    """(H, n, d) lists, one per rank -> (B, H, n, d), one per token."""
+    """Turn lists by rank (H, n, d) into lists by token (B, H, n, d)."""
     batch, d = ranks.shape[0], lists.shape[-1]
     return lists.expand(batch, *lists.shape).gather(2, ranks.unsqueeze(-1).expand(*ranks.shape, d))
 
@@ -85,20 +96,20 @@ def _cumulative(law: Tensor) -> Tensor:
 
 
 def _inverse(law: Tensor, uniform: Tensor) -> Tensor:
-    """Feature k where p(0) + ... + p(k-1) < u <= p(0) + ... + p(k): never one with p = 0."""
+    """Return feature k where p(0) + ... + p(k-1) < u <= p(0) + ... + p(k): never one with p = 0."""
     found = torch.searchsorted(_cumulative(law), uniform.flatten(-2).contiguous()).view(uniform.shape)
     return found.clamp_max(law.shape[-1] - 1)  # only a zero (or NaN) matrix gets here
 
 
 def _scaled_rows(w: Tensor, law: Tensor) -> Tensor:
-    """W[k] / p(k): what one draw of feature k adds for every unit of x_k."""
+    """Return W[k] / p(k): what one draw of feature k adds for every unit of x_k."""
     # Draws have 32 bits: a feature below 2^-64 is never drawn, and 0 * inf must not come of it. A NaN stays one.
     inverse = torch.where(law <= 2.0**-64, 0.0, 1 / law).to(w.dtype)
     return w * inverse.unsqueeze(-1)
 
 
 def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Tensor) -> Tensor:
-    """H of eq. 5: x (B, H or 1, n, d), w (H, d, e) -> (B, H, n, e). A token without samples gives zeros."""
+    """Return H of eq. 5: x (B, H or 1, n, d), w (H, d, e) -> (B, H, n, e). A token without samples gives zeros."""
     d = x.shape[-1]
     used = torch.arange(d, device=x.device) < counts.unsqueeze(-1)
     hits = x.new_zeros(picks.shape).scatter_add(-1, picks, used.to(x.dtype))  # how often j drew feature k
@@ -106,7 +117,7 @@ def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Te
 
 
 def mean_square_error(weights: Tensor, x: Tensor, w: Tensor, counts: Tensor, *, shared: bool) -> Tensor:
-    """E|sum_j A_ij (H_j - x_j W)|^2 of each row of A, exactly: (m, n), (n, d), (d, e), r (n,) -> (m,) in float64.
+    """Return E|sum_j A_ij (H_j - x_j W)|^2 of each row of A: (m, n), (n, d), (d, e), r (n,) -> (m,) in float64.
 
     sum_j A_ij^2 V_j for lists of their own; sum_jl A_ij A_il C_jl / max(r_j, r_l) for prefixes of one list, where
     C = |W|_F^2 X X^T - (XW)(XW)^T and V_j = C_jj / r_j. Tokens with r_j = d are exact; those with r_j = 0 are left out.
@@ -123,10 +134,9 @@ def mean_square_error(weights: Tensor, x: Tensor, w: Tensor, counts: Tensor, *, 
 
 
 def ragged_product(
-    x: Tensor, w: Tensor, law: Tensor, counts: Tensor, ranks: Tensor, draws: Draws, *, shared: bool, stratified: bool,
-    skip: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`sampled_product` of the lists of `draw_features` at the cost of its sum r_j draws: each adds one row of w.
+    x: Tensor, w: Tensor, law: Tensor, counts: Tensor, lists: Lists, skip: Tensor | None = None
+) -> Tensor:
+    """Compute `sampled_product` at the cost of its sum r_j draws: each adds one row of w.
 
     x (B, n, d), w (H, d, e) -> (B, H, n, e). Tokens with r_j = d, which are to be projected, cost and give nothing.
     skip: (H,), how many draws of each list come before the r_j that are used; None for 0.
@@ -140,9 +150,9 @@ def ragged_product(
     turn = torch.arange(len(token), device=r.device) - (ends - r)[token]
     head = token // (batch * n)
     turn = turn if skip is None else turn + skip[head]
-    index = turn if shared else ranks.transpose(0, 1).flatten()[token] * d + turn
-    uniform = _uniform(draws, _PURPOSES[shared], head, index, d if shared else n * d)
-    if stratified:
+    index = turn if lists.shared else lists.ranks.transpose(0, 1).flatten()[token] * d + turn
+    uniform = _uniform(lists.draws, lists.purpose, head, index, d if lists.shared else n * d)
+    if lists.stratified:
         uniform = (turn + uniform) / r[token]
     parts = uniform.split(r.view(heads, -1).sum(-1).tolist())
     found = [torch.searchsorted(total, u) for total, u in zip(_cumulative(law), parts, strict=True)]
@@ -156,7 +166,7 @@ def ragged_product(
 
 
 def _uniform(draws: Draws, purpose: str, head: Tensor, index: Tensor, size: int) -> Tensor:
-    """Element `index` of the numbers 0 .. size - 1 of stream `head`, for each pair of them."""
+    """Return element `index` of the numbers 0 .. size - 1 of stream `head`, for each pair of them."""
     # Philox makes four numbers at a time: a table of all is cheaper unless fewer than a quarter is wanted.
     streams, place = draws.streams.unique(return_inverse=True)
     if 4 * len(index) > size * len(streams):
@@ -165,7 +175,7 @@ def _uniform(draws: Draws, purpose: str, head: Tensor, index: Tensor, size: int)
 
 
 def project_rows(x: Tensor, w: Tensor, chosen: Tensor, values: Tensor) -> Tensor:
-    """values (B, H, n, e), where rows of `chosen` (B, H, n) are replaced by those of x w; only these are computed."""
+    """Replace the rows `chosen` (B, H, n) of values (B, H, n, e) by those of x w; only these are computed."""
     batch, heads, n, e = values.shape
     chosen, tokens = chosen.transpose(0, 1).flatten(1), x.flatten(0, 1)  # (H, B n), (B n, d)
     rows = [tokens.index_select(0, c.nonzero().squeeze(-1)) @ part for c, part in zip(chosen, w, strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from sparing import native
 from sparing.contract import Method, method
 from sparing.draws import Draws
 from sparing.methods.monte_carlo.native import sampled_projection
-from sparing.methods.monte_carlo.sampling import draw_features, feature_law, purpose, ragged_product, sampled_product
+from sparing.methods.monte_carlo.sampling import Lists, draw_features, feature_law, ragged_product, sampled_product
 from sparing.methods.yoso.method import Yoso
 from sparing.workbench.benchmark.gate import Gate, excess_error
 from sparing.workbench.benchmark.results import BenchSettings, Fact, Pass, Timing
@@ -82,19 +81,16 @@ def encode(x: Tensor, weight: Tensor, counts: Tensor, shared: bool) -> Tensor:
     """
     lists = _lists(counts, shared)
     if native.ready(x):
-        ranks, draws = lists["ranks"], lists["draws"]
-        return sampled_projection(
-            x, weight, None, counts, ranks, draws.streams, draws.signed_seed, purpose(shared), shared, False
-        )
+        return sampled_projection(x, weight, None, counts, lists)
     w = _by_head(weight, counts)
-    return ragged_product(x, w, feature_law(w), counts, **lists)
+    return ragged_product(x, w, feature_law(w), counts, lists)
 
 
 def encode_by_reference(x: Tensor, weight: Tensor, counts: Tensor, shared: bool) -> Tensor:
     """The same by its specification."""
     w = _by_head(weight, counts)
     law = feature_law(w)
-    return sampled_product(x.unsqueeze(1), w, law, draw_features(law, counts, **_lists(counts, shared)), counts)
+    return sampled_product(x.unsqueeze(1), w, law, draw_features(law, counts, _lists(counts, shared)), counts)
 
 
 def encode_fact(
@@ -122,7 +118,7 @@ def _by_head(weight: Tensor, counts: Tensor) -> Tensor:
     return weight.unflatten(0, (counts.shape[1], -1)).mT  # W (H, d, e)
 
 
-def _lists(counts: Tensor, shared: bool) -> dict[str, Any]:
+def _lists(counts: Tensor, shared: bool) -> Lists:
     _, heads, n = counts.shape
     ranks, draws = torch.arange(n).expand(counts.shape), Draws(0, torch.arange(heads))
-    return {"ranks": ranks, "draws": draws, "shared": shared, "stratified": False}
+    return Lists(ranks=ranks, draws=draws, shared=shared, stratified=False)
