@@ -53,6 +53,15 @@ def log_ticks(axes: Any, values: Sequence[float]) -> None:
     axes.minorticks_off()
 
 
+def log_marks(axes: Any, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic, with a mark at each of these values that it shows and nowhere else."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    shown = [value for value in values if low <= value <= high]
+    axes.set_yticks(shown, [f"{value:g}" for value in shown])
+    axes.minorticks_off()
+
+
 def level(axes: Any, value: float, **look: Any) -> None:
     """Draw a thin horizontal line, black unless told otherwise."""
     axes.axhline(value, **{"color": "black", "linewidth": 0.8, **look})

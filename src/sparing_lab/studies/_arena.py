@@ -43,6 +43,7 @@ TASKS = {
 PADDED = {"Text": 4096, "ListOps": 2048, "Retrieval": 4096, "Pathfinder": 1024, "Image": 1024}  #: the paper's lengths
 FEATURES = 128  #: the paper's, of all methods but BigBird
 STEPS = 50_000  #: the paper's
+NARROW = {"width": 32, "hidden": 64, "dropout": 0.0}  #: of models at small scale
 FILES = {
     "Text": ("imdb", "train*.jsonl*", "film reviews (IMDb, ai.stanford.edu/~amaas/data/sentiment): imdb/train*.jsonl "
              "and imdb/test*.jsonl, an object with 'text' and 'label' on each line"),
@@ -151,9 +152,11 @@ def _installed(task: str) -> str:
     return Documents(task, tuple(texts[task]())).fingerprint if task in texts else ""
 
 
-def training_cell(task: str, side: str, setup: Setup, *, seed: int, data: Path | None, **more: Any) -> Cell:
-    """Return the cell of one model to train."""
-    config = config_of(task, side, setup, seed=seed, data=data, **more)
+def training_cell(
+    settings: Settings, task: str, side: str, setup: Setup, *, seed: int, data: Path | None, **more: Any
+) -> Cell:
+    """Return the cell of one model to train: the paper's, or a narrow one at small scale; more: settings of its run."""
+    config = config_of(task, side, setup, seed=seed, data=data, **{**(NARROW if settings.small else {}), **more})
     made = {} if setup.examples is None else {"examples": list(setup.examples)}
     return {
         "what": "train", "task": task, "side": side, "seed": seed, "of": fingerprint(task, data),

@@ -22,6 +22,7 @@ from sparing.transformers.statistics import LayerStatistics
 from sparing.transformers.watch import swapped
 from sparing.workbench.metrics import End, scores
 from sparing.workbench.outputs import Digest, digest, embedding, end_of
+from sparing_lab.studies.study import Settings
 from sparing_lab.tasks import glue
 
 ALPHAS = (0.2, 0.4, 0.6, 1.0)  #: of the paper's tables
@@ -285,6 +286,26 @@ def _sides(
 def train_of(task: str, data: Path) -> Documents:
     """Return what a read-out is fitted on."""
     return glue.read(glue.TASKS[task], data, "train", most=_TRAIN)
+
+
+def cell_of(
+    settings: Settings, family: str, model: str, task: str, *, most: int, apart: bool = False, tuned: bool = True
+) -> dict[str, Any]:
+    """Return what a score of a model on a task depends on; most: documents at small scale; tuned: a classifier."""
+    data = documents_of(task, settings.data, most if settings.small else None)
+    found: dict[str, Any] = {"family": family, "model": model, "task": task, "apart": apart}
+    found |= {"documents": len(data), "data": data.fingerprint}
+    if settings.model is not None:
+        found["weights"] = model_of(settings.model).fingerprint
+    if settings.data is not None and not tuned and not apart and reads_out(task, settings.data):
+        found["train"] = train_of(task, settings.data).fingerprint
+    return found
+
+
+def own_task(name: str, given: Sequence[glue.Task]) -> str:
+    """Return the task that a user's classifier was made for; given: those with data."""
+    subject = model_of(name)
+    return glue.task_of(subject.name, subject.model.config, given or list(glue.TASKS.values())).name
 
 
 @functools.lru_cache(maxsize=4)

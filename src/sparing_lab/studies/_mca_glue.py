@@ -79,10 +79,6 @@ def _scored(rows: Rows) -> list[Score]:
     return found
 
 
-def _times(limit: float) -> float:
-    return math.log(limit)
-
-
 def mean_reduction(alpha: float) -> Judge:
     """Judge the mean over tasks of what is saved, counted as the paper does."""
 
@@ -96,8 +92,8 @@ def mean_reduction(alpha: float) -> Judge:
         return {"ours": ours, "theirs": theirs, "apart": abs(math.log(ours / theirs)), "each": apart, "n": len(known)}
 
     return Judge(
-        figures, Criterion("within 10 % of its own for the same tasks", at_most(_times(1.1)).of("apart").holds),
-        Criterion("most tasks within 25 %", at_most(_times(1.25)).mostly().of("each").holds),
+        figures, Criterion("within 10 % of its own for the same tasks", at_most(math.log(1.1)).of("apart").holds),
+        Criterion("most tasks within 25 %", at_most(math.log(1.25)).mostly().of("each").holds),
         "{ours:.2f}x over {n} tasks, of which the paper's tables have {theirs:.2f}x".format_map,
         of="mean over the tasks that are given, counted as the paper does",
     )  # fmt: skip
@@ -232,7 +228,7 @@ def _pairs(rows: Rows) -> dict[str, float]:
 
 
 distil = Judge(
-    _pairs, Criterion("at most 15 %", at_most(_times(1.15)).holds), Criterion("50 %", at_most(_times(1.5)).holds),
+    _pairs, Criterion("at most 15 %", at_most(math.log(1.15)).holds), Criterion("50 %", at_most(math.log(1.5)).holds),
     lambda found: f"at most {math.exp(max(found.values())) - 1:.0%} apart",
     of="difference at alpha = 0.2 in each task", needs="needs the tuned weights of --scale paper",
 )  # fmt: skip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparing.functional import attention
-from sparing.models import Subject
 from sparing_lab.studies.rows import Row
 
 #: In the paper's figure Skyformer is the lifted Nystrom method on the softmax kernel, with normalised rows. Landmarks
@@ -80,11 +78,3 @@ def _facts(inputs: Sequence[LayerInputs]) -> Row:
 def layer_inputs(q: Tensor, k: Tensor, v: Tensor) -> LayerInputs:
     """Return queries, keys and values with both targets."""
     return LayerInputs(q, k, v, *(attention(q, k, v, method=name) for name in ("exact", "kernelized")))
-
-
-def initialised(subject: Subject, seed: int) -> Subject:
-    """Return the same architecture with untrained weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = type(subject.model)(copy.deepcopy(subject.model.config))
-    return Subject(f"{subject.name}, initialised", model.eval(), subject.tokenizer)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from sparing.maths.linalg import degree_scaled
 from sparing.models import minilm
+from sparing.models.pretrained import Pretrained
 from sparing_lab.studies import skyformer_lift as lift
 from sparing_lab.studies._layers import encoder_layers
+from sparing_lab.studies._loaded import loaded
 from sparing_lab.studies.rows import Cell, Row
 from sparing_lab.studies.skyformer_lift import STARTS, call_of, eigenvalues, iterated, kernel_matrix, lifted, skyformer
 
@@ -41,13 +43,8 @@ def points(data: str, n: int) -> tuple[Tensor, Tensor, float]:
 @functools.lru_cache(maxsize=4)
 def _layers(n: int) -> list[Any]:
     """What MiniLM's layers were given for a help topic."""
-    encoder = _minilm()
+    encoder = Pretrained(loaded("minilm").model, loaded("minilm").tokenizer)
     return encoder_layers(encoder.model, minilm.token_ids(encoder, length=n, documents=1))
-
-
-@functools.lru_cache(maxsize=1)
-def _minilm() -> Any:
-    return minilm.load()
 
 
 def _norm(matrix: Tensor) -> Tensor:

@@ -50,16 +50,12 @@ def buckets(length: int) -> tuple[str, str]:
 
 def books(settings: Settings, name: str) -> list[Path]:
     """Return the files of DIR/books; none: the study takes the help topics. name: of the study."""
-    folder = None if settings.data is None else settings.data / "books"
-    found = [] if folder is None else sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")])
-    if not found and settings.small:
-        settings.refuse_unused("books/*.txt, a book in each (may be .txt.xz)")
-    elif not found:
-        raise ValueError(
-            f"data: {name} wants long texts, {folder or 'FOLDER/books'}/*.txt (or .txt.xz), a book in each; the "
-            "paper's were of Wikipedia, BookCorpus, ArXiv, PubMed and PG19 (Gutenberg's books, as plain text)"
-        )
-    return found
+    folder = "FOLDER/books" if settings.data is None else settings.data / "books"
+    return settings.files(
+        "books/*.txt", "books/*.txt.xz", wanted="books/*.txt, a book in each (may be .txt.xz)",
+        paper=f"{name} wants long texts, {folder}/*.txt (or .txt.xz), a book in each; the paper's were of Wikipedia, "
+        "BookCorpus, ArXiv, PubMed and PG19 (Gutenberg's books, as plain text)",
+    )  # fmt: skip
 
 
 class Group:

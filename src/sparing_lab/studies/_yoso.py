@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparing.documents import default
-from sparing.models import Subject, load
 from sparing.transformers.watch import Seen, rehearse
+from sparing_lab.studies._loaded import loaded
 from sparing_lab.studies.study import Settings
 
 PAPER_MODEL = "uw-madison/yoso-4096"  #: the authors' pretrained model, 4096 positions
@@ -29,15 +29,9 @@ def text() -> tuple[str, str]:
 
 
 @lru_cache(maxsize=1)
-def subject(name: str) -> Subject:
-    """Return the model; one at a time is kept."""
-    return load(name)
-
-
-@lru_cache(maxsize=1)
 def layers(name: str, length: int) -> tuple[Seen, ...]:
     """Return what each attention layer of the model is given for the first `length` tokens of the text."""
-    model = subject(name)
+    model = loaded(name)
     if model.positions is not None and length > model.positions:
         raise ValueError(f"model: {name} has {model.positions} positions, and the study needs {length}")
     (ids,), _ = model.encode([text()[0][: _CHARACTERS * length]], length)

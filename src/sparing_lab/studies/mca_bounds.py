@@ -6,11 +6,12 @@ import functools
 from typing import Any
 
 from sparing.contract import Projection
-from sparing.models import load, minilm
+from sparing.models import minilm
 from sparing.models.pretrained import Pretrained
 from sparing.transformers.watch import Seen
 from sparing_lab.figure import Figure, line, log_ticks, panels, style
 from sparing_lab.studies._layers import encoder_layers
+from sparing_lab.studies._loaded import loaded
 from sparing_lab.studies._mca_bounds import DELTAS, GAUSSIAN, gaussian, row_error, token_error, worst
 from sparing_lab.studies.judges import Criterion, Judge, at_most, each, exponent, listed, rises, within
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, curves, distinct, ends, grouped, over, pick, power
@@ -63,12 +64,9 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 @functools.lru_cache(maxsize=8)
 def _layers(source: str, n: int) -> list[Seen]:
     """What the layers of a model are given, for one text of n tokens."""
-    subject = _subject(source)
+    subject = loaded(source)
     ids = minilm.token_ids(Pretrained(subject.model, subject.tokenizer), length=n, documents=1)
     return encoder_layers(subject.model, ids)
-
-
-_subject = functools.lru_cache(maxsize=1)(load)
 
 
 def _layer(source: str, which: str, n: int) -> Seen:
@@ -81,23 +79,15 @@ def _layer(source: str, which: str, n: int) -> Seen:
     return found._replace(value=found.value._replace(bias=None))
 
 
-def _largest(rows: Rows, of: str) -> float:
-    return max(row[of] for row in rows)
-
-
-def _real(rows: Rows) -> list[Row]:
-    return [row for row in pick(rows, what="rows") if row["source"] != GAUSSIAN]
-
-
-def _sampled(rows: Rows) -> list[Row]:
-    """Without calls in which all tokens are exact."""
-    return [row for row in rows if row["predicted"] > 0]
+def _calls(rows: Rows, *, real: bool = False, **wanted: Any) -> list[Row]:
+    """Calls in which some token is sampled; real: of the model."""
+    found = pick(rows, what="rows", **wanted)
+    return [row for row in found if row["predicted"] > 0 and not (real and row["source"] == GAUSSIAN)]
 
 
 def _off(rows: Rows) -> dict[str, Any]:
     """Of tokens and rows: measured / predicted, and how many standard errors that is from 1."""
-    calls = _sampled(pick(rows, what="rows"))
-    groups = {"tokens": pick(rows, what="token"), **{kind: pick(calls, samples=kind) for kind in SAMPLES}}
+    groups = {"tokens": pick(rows, what="token"), **{kind: _calls(rows, samples=kind) for kind in SAMPLES}}
     return {
         "ratios": {name: [row["rms"] / row["predicted"] for row in some] for name, some in groups.items()},
         "errors": {name: [abs(row["z"]) for row in some] for name, some in groups.items()},
@@ -119,29 +109,17 @@ def _tails(rows: Rows) -> dict[float, list[float]]:
     }
 
 
-def _rounded(rows: Rows) -> dict[str, dict[str, float]]:
-    """By the rounding of r: the largest error / bound, in the root mean square and in the mean."""
-    groups = grouped(pick(rows, what="worst"), "rounding")
-    return {name: {of: _largest(some, of) for of in ("rms_ratio", "ratio")} for name, some in groups.items()}
-
-
-def _loose(rows: Rows) -> dict[str, list[float]]:
-    """The bound over the error and over the output, at the paper's alphas."""
-    calls = [row for row in _real(rows) if row["alpha"] in ALPHAS[1:] and row["rms"] > 0]
-    return {of: [row["bound"] / row[of] for row in calls] for of in ("rms", "output")}
-
-
 def _over_alpha(rows: Rows) -> dict[Any, dict[float, float]]:
     """The error over the paper's alphas, for each source, layer and kind of samples."""
-    calls = [row for row in pick(rows, what="rows", n=LENGTH) if row["alpha"] in ALPHAS[1:]]
-    return curves(_sampled(calls), "alpha", "rms", "source", "layer", "samples")
+    calls = [row for row in _calls(rows, n=LENGTH) if row["alpha"] in ALPHAS[1:]]
+    return curves(calls, "alpha", "rms", "source", "layer", "samples")
 
 
 def _over_length(rows: Rows) -> dict[str, list[float]]:
     """By the kind of samples: error / bound of the longest text beside that of the shortest."""
-    calls = _sampled(pick(rows, what="rows", alpha=ALPHA))
     found: dict[str, list[float]] = {kind: [] for kind in SAMPLES}
-    for key, errors in curves(calls, "n", over("rms", "bound"), "source", "layer", "samples").items():
+    shares = curves(_calls(rows, alpha=ALPHA), "n", over("rms", "bound"), "source", "layer", "samples")
+    for key, errors in shares.items():
         first, *_, last = errors.values()
         found[key[-1]].append(last / first)
     return found
@@ -181,7 +159,7 @@ def _tables(rows: Rows) -> list[Table]:
 
 def _draw(rows: Rows, figure: Figure) -> None:
     by_alpha, by_length, by_count = panels(figure, 1, 3, size=(4.4, 4.2))
-    real = next(row for row in _real(rows) if row["layer"] == "last")["source"]
+    real = next(row for row in pick(rows, what="rows", layer="last") if row["source"] != GAUSSIAN)["source"]
     last = pick(rows, what="rows", source=real, layer="last")
     for axes, name, chosen in ((by_alpha, "alpha", pick(last, n=LENGTH)), (by_length, "n", pick(last, alpha=ALPHA))):
         found = {of: curves(chosen, name, over(of, "output"), "samples") for of in ("predicted", "rms", "bound")}
@@ -220,7 +198,8 @@ STUDY = Study(
         Claim("lemma", "Lemma 1, eq. 7",
               "the mean error of a token projected from r samples is at most |x| |W| / sqrt(r)",
               "E|H - xW| <= |x| |W| / sqrt(r)", judge=Judge(
-                  lambda rows: {of: _largest(pick(rows, what="token"), of) for of in ("worst_mean", "excess")},
+                  lambda rows: {of: max(row[of] for row in pick(rows, what="token"))
+                                for of in ("worst_mean", "excess")},
                   at_most(LIMIT, " standard errors").of("excess"), shows=lambda found: (
                       f"at most {found['worst_mean']:.3f} of the bound ({found['excess']:+.1f} standard errors), r = "
                       f"{COUNTS[0]} to {COUNTS[-1]}"), of="mean error above its bound, in every head, at any r")),
@@ -246,13 +225,17 @@ STUDY = Study(
                   + listed(found, "delta {key:g}: {value[0]:.1%} ({value[1]:.1%})"))),
         Claim("rounding", "eq. 9", "with r = (n max A / alpha)^2 the bound holds",
               "sqrt(r) = n max A / alpha, a real number", judge=Judge(
-                  _rounded, each("in the worst cases for the bound, r rounded up and r rounded down stay within it",
+                  lambda rows: {name: {of: max(row[of] for row in some) for of in ("rms_ratio", "ratio")}
+                                for name, some in grouped(pick(rows, what="worst"), "rounding").items()},
+                  each("in the worst cases for the bound, r rounded up and r rounded down stay within it",
                                  lambda some: max(some.values()) <= 1 + 1e-6),
                   at_most(1 + 1e-6).of("up", "where r is rounded up"), lambda found: (
                       f"worst cases, root mean square / bound: rounded up {found['up']['rms_ratio']:.3f}, down "
                       f"{found['down']['rms_ratio']:.3f}"))),
         Claim("tight", "section 3", "the bounds are tight", "guarantees tight error bounds", judge=Judge(
-            _loose, at_most(2).of("rms"), at_most(10).of("rms"), lambda found: (
+            lambda rows: {of: [row["bound"] / row[of] for row in _calls(rows, real=True)
+                               if row["alpha"] in ALPHAS[1:] and row["rms"] > 0] for of in ("rms", "output")},
+            at_most(2).of("rms"), at_most(10).of("rms"), lambda found: (
                 f"bound / error {min(found['rms']):.1f} to {max(found['rms']):.0f}; bound / output "
                 f"{min(found['output']):.1f} to {max(found['output']):.0f}"),
             of="bound / measured error on the model's layers, at the paper's alphas")),

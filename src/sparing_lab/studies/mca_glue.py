@@ -10,18 +10,9 @@ from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.workbench.estimate import Estimate
 from sparing_lab.figure import PAPER, Figure, legends, level, panels, style
 from sparing_lab.papers import numbers
+from sparing_lab.studies import _mca as mca
 from sparing_lab.studies import _mca_glue as judges
-from sparing_lab.studies._mca import (
-    ALPHAS,
-    METHODS,
-    SLOTS,
-    TOPICS,
-    documents_of,
-    model_of,
-    problem,
-    reads_out,
-    train_of,
-)
+from sparing_lab.studies._mca import ALPHAS, METHODS, SLOTS
 from sparing_lab.studies._mca_glue import cases, paper_line, score, works
 from sparing_lab.studies.rows import Cell, Row, Rows
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -55,46 +46,39 @@ def _tasks(settings: Settings) -> list[dict[str, Any]]:
     """What is run: a model, a task, how its pairs are read, and whether there is a score."""
     given = [] if settings.data is None else glue.given(settings.data)
     own = settings.model
-    tuned = settings.scale == "paper" if own is None else model_of(own).kind == "classifier"
+    tuned = settings.scale == "paper" if own is None else mca.model_of(own).kind == "classifier"
     found: list[dict[str, Any]] = []
 
     def add(family: str, model: str, task: str, *, apart: bool = False, scored: bool = True) -> None:
-        most = None if not settings.small else MOST if scored else MOST_JOINT
-        data = documents_of(task, settings.data, most)
-        weights = {} if settings.model is None else {"weights": model_of(settings.model).fingerprint}
-        if settings.data is not None and scored and not apart and not tuned and reads_out(task, settings.data):
-            weights["train"] = train_of(task, settings.data).fingerprint
-        found.append({
-            "family": family, "model": model, **weights, "task": task, "apart": apart, "documents": len(data),
-            "data": data.fingerprint, "scored": scored,
-        })  # fmt: skip
+        most = MOST if scored else MOST_JOINT
+        base = mca.cell_of(settings, family, model, task, most=most, apart=apart, tuned=tuned)
+        found.append({**base, "scored": scored})
 
     if own is not None and tuned:
-        subject = model_of(own)
-        task = glue.task_of(subject.name, subject.model.config, given or list(glue.TASKS.values()))
-        for name in (task.name, *(("MNLI-mm",) if task.name == "MNLI" and glue.TASKS["MNLI-mm"] in given else ())):
-            add(subject.name, own, name)
+        name = mca.own_task(own, given)
+        for task in (name, *(["MNLI-mm"] if name == "MNLI" and glue.TASKS["MNLI-mm"] in given else [])):
+            add(mca.model_of(own).name, own, task)
     elif tuned:
         for family, ids in numbers("mca", "weights").items():
-            for task in given or [glue.TASKS["CoLA"]]:  # whose file the error names
-                add(family, ids[task.name.removesuffix("-mm")], task.name)
+            for each in given or [glue.TASKS["CoLA"]]:  # whose file the error names
+                add(family, ids[each.name.removesuffix("-mm")], each.name)
     else:
-        name = settings.model or "minilm"
-        family = "MiniLM" if settings.model is None else model_of(name).name
-        for task in given:
-            add(family, name, task.name, scored=reads_out(task.name, settings.data))
-            if not task.classes:
-                add(family, name, task.name, apart=True)
+        model = own or "minilm"
+        family = "MiniLM" if own is None else mca.model_of(own).name
+        for each in given:
+            add(family, model, each.name, scored=mca.reads_out(each.name, settings.data))
+            if not each.classes:
+                add(family, model, each.name, apart=True)
         if not given:
             settings.refuse_unused(glue.WANTED)
         if not any(task["scored"] for task in found):
-            add(family, name, TOPICS, apart=True)
+            add(family, model, mca.TOPICS, apart=True)
     return found
 
 
 def _measure(settings: Settings, cell: Cell) -> Row:
     most = cell["documents"] if settings.small else None
-    given = problem(cell["model"], cell["task"], settings.data, most, apart=cell["apart"])
+    given = mca.problem(cell["model"], cell["task"], settings.data, most, apart=cell["apart"])
     if cell["method"] == "exact":
         scores, work = given.run(None, padded=False, seed=0)
     else:
@@ -161,10 +145,8 @@ def _draw(rows: Rows, figure: Figure) -> None:
             left.plot(ALPHAS, theirs[1:], **PAPER, label="the paper's (tuned BERT)")
         left.set(title=str(case), xlabel="alpha", ylabel="score x 100", xticks=ALPHAS)
     bars = works(rows, 0.2)
-    for of, colour, width, label in (
-        ("paper", 0, 0.8, "counted as the paper does"),
-        ("padding", 4, 0.5, "padding alone"),
-    ):
+    counts = (("paper", 0, 0.8, "counted as the paper does"), ("padding", 4, 0.5, "padding alone"))
+    for of, colour, width, label in counts:
         heights = [getattr(work, of) for work in bars.values()]
         right.bar(range(len(bars)), heights, color=style(colour)["color"], width=width, label=label)
     for place, (family, task) in enumerate(bars):

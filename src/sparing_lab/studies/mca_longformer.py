@@ -32,9 +32,7 @@ LONGEST = 4096  #: tokens that the paper's model reads
 SEEDS = {"small": 1, "paper": 128}
 
 REDUCTIONS = numbers("mca", "table 3")["flops"]
-
-
-# What is run.
+COUNTS = ("length", "visible")  #: what n of eq. 9 is: the document's length, or the keys that a token sees
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -130,9 +128,6 @@ def _exact(model: str, attention: str, task: str, data: Path | None, most: int |
         return rows, [digest(subject, ids, subject.run(ids)) for ids in rows]
 
 
-# One piece of work.
-
-
 def _measure(settings: Settings, cell: Cell) -> Row:
     most = cell["documents"] if settings.small else None
     where = (cell["model"], cell["attention"], cell["task"], settings.data, most, cell["tokens"])
@@ -142,9 +137,6 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     found, work = run(subject, rows, method, visible=cell["counts"] == "visible", seed=cell["seed"])
     labels = _documents(cell["task"], settings.data, most).labels
     return {**compare(subject.kind, exact, found, labels), **{name: asdict(part) for name, part in work.items()}}
-
-
-# What the rows say.
 
 
 def _saved(rows: Rows, kind: str, values: str = "all") -> float:
@@ -177,32 +169,19 @@ def _losses(rows: Rows) -> dict[str, list[float]]:
     return {task: [_loss(seeds) for seeds in some.values()] for task, some in _lines(rows).items()}
 
 
-def _both(rows: Rows) -> dict[str, dict[str, dict[float, float]]]:
-    return {counts: _reductions(rows, counts) for counts in ("length", "visible")}
-
-
-def _least(rows: Rows) -> dict[str, float]:
-    """By what n is: the least reduction at alpha = 0.2."""
-    return {counts: min(some[0.2] for some in found.values()) for counts, found in _both(rows).items()}
-
-
 def _beside_full(rows: Rows) -> dict[str, float]:
     """By what n is: the least reduction on valid tokens beside that with full attention."""
     full = _lines(rows, attention="full")
     if not full:
         return {}
     found = {}
-    for counts in ("length", "visible"):
+    for counts in COUNTS:
         windowed = _lines(rows, counts)
         found[counts] = min(
             _saved(windowed[task][alpha], "real", "local") / _saved(seeds, "real", "local")
             for task, some in full.items() for alpha, seeds in some.items()
         )  # fmt: skip
     return found
-
-
-def _of_paper(rows: Rows) -> dict[str, dict[float, float]]:
-    return _reductions([row for row in rows if row["task"] in REDUCTIONS])
 
 
 def _quarter(found: dict[str, dict[float, float]]) -> bool:
@@ -297,19 +276,22 @@ STUDY = Study(
     where="Table 3", cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("data", "seeds", "model"),
     claims=(
         Claim("grows", "Table 3", "the reduction of FLOPs grows with alpha", "IMDB 3.67x to 11.30x", judge=Judge(
-            _both, each("rises at each step of alpha for both meanings of n", rises().holds),
+            lambda rows: {n: _reductions(rows, n) for n in COUNTS},
+            each("rises at each step of alpha for both meanings of n", rises().holds),
             shows=lambda found: ", ".join(
                 f"{task} {some[0.2]:.2f}x to {some[1.0]:.2f}x" for task, some in found["length"].items()),
             of="reduction in all data")),
         Claim("three", "section 4", "at least 3 times fewer FLOPs in all data at alpha = 0.2", "3.44x, 5.32x, 3.67x",
               judge=Judge(
-                  _least, at_least(3, "x").of("length", "where n of eq. 9 is the length of the document"),
+                  lambda rows: {n: min(some[0.2] for some in _reductions(rows, n).values()) for n in COUNTS},
+                  at_least(3, "x").of("length", "where n of eq. 9 is the length of the document"),
                   at_least(3, "x").of("visible", _VISIBLE),
                   "at least {length:.2f}x; {visible:.2f}x with the keys that a token sees for n".format_map,
                   of="least reduction in all data, counted as in the paper")),
         Claim("table", "Table 3", "the reductions of Table 3",
               "HND 5.32x, 6.81x, 7.93x, 11.81x (11.30x in its F1 line); IMDB 3.67x, 5.06x, 7.50x, 11.30x", judge=Judge(
-                  _of_paper, Criterion("each within a quarter, n being the document's length", _quarter),
+                  lambda rows: _reductions([row for row in rows if row["task"] in REDUCTIONS]),
+                  Criterion("each within a quarter, n being the document's length", _quarter),
                   Criterion("the growth from alpha = 0.2 to 1 is within a factor of 2 of the paper's", _growth),
                   lambda found: "; ".join(
                       f"{task} {', '.join(f'{x:.2f}' for x in some.values())}" for task, some in found.items()),

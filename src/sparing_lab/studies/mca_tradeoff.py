@@ -10,7 +10,8 @@ from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.workbench.estimate import Estimate, estimate
 from sparing_lab.figure import PAPER, Figure, legends, panels, style
 from sparing_lab.papers import numbers
-from sparing_lab.studies._mca import POINT, TOPICS, ProjectionWork, documents_of, model_of, problem, reads_out, train_of
+from sparing_lab.studies import _mca as mca
+from sparing_lab.studies._mca import POINT, ProjectionWork
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_least, each
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, pick, the
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -56,39 +57,23 @@ def _cells(settings: Settings) -> list[Cell]:
 
 def _models(settings: Settings) -> list[dict[str, Any]]:
     given = [] if settings.data is None else glue.given(settings.data)
-    found: list[dict[str, Any]] = []
-
-    def add(family: str, model: str, task: str, *, apart: bool = False) -> None:
-        data = documents_of(task, settings.data, MOST if settings.small else None)
-        base = {"family": family, "model": model, "task": task, "apart": apart, "data": data.fingerprint}
-        if settings.model is not None:
-            base["weights"] = model_of(settings.model).fingerprint
-        found.append({**base, "documents": len(data)})
-
-    if settings.model is not None and model_of(settings.model).kind == "classifier":
-        subject = model_of(settings.model)
-        task = glue.task_of(subject.name, subject.model.config, given or list(glue.TASKS.values()))
-        add(subject.name, settings.model, task.name)
-    elif settings.scale == "paper" and settings.model is None:
-        for family, ids in numbers("mca", "weights").items():
-            add(family, ids[TASK], TASK)
-    else:
-        name = settings.model or "minilm"
-        read = reads_out(TASK, settings.data) and glue.TASKS[TASK] in given
-        if not read:
-            settings.refuse_unused(f"{TASK}, dev.tsv and train.tsv: {glue.WANTED}")
-        add("MiniLM" if settings.model is None else model_of(name).name, name, TASK if read else TOPICS, apart=not read)
-        if read:
-            assert settings.data is not None
-            found[-1]["train"] = train_of(TASK, settings.data).fingerprint
-    return found
+    own = settings.model
+    if own is not None and mca.model_of(own).kind == "classifier":
+        return [mca.cell_of(settings, mca.model_of(own).name, own, mca.own_task(own, given), most=MOST)]
+    if settings.scale == "paper" and own is None:
+        weights = numbers("mca", "weights").items()
+        return [mca.cell_of(settings, family, ids[TASK], TASK, most=MOST) for family, ids in weights]
+    read = mca.reads_out(TASK, settings.data) and glue.TASKS[TASK] in given
+    if not read:
+        settings.refuse_unused(f"{TASK}, dev.tsv and train.tsv: {glue.WANTED}")
+    family, task = "MiniLM" if own is None else mca.model_of(own).name, TASK if read else mca.TOPICS
+    return [mca.cell_of(settings, family, own or "minilm", task, most=MOST, apart=not read, tuned=False)]
 
 
 def _measure(settings: Settings, cell: Cell) -> Row:
     most = cell["documents"] if settings.small else None
-    given = problem(
-        cell["model"], cell["task"], settings.data, most, apart=cell["apart"], rounding=cell["rounding"]
-    )  # fmt: skip
+    given = mca.problem(cell["model"], cell["task"], settings.data, most, apart=cell["apart"],
+                        rounding=cell["rounding"])  # fmt: skip
     if cell["layers"] == "none":
         scores, work = given.run(None, padded=False, seed=0)
     else:
@@ -128,12 +113,9 @@ def _shown(point: AlphaPoint) -> str:
     return f"{100 * point.loss:.1f} ±{100 * point.half:.1f}"
 
 
-def _lost(rows: Rows) -> dict[Any, AlphaPoint]:
-    return {(family, alpha): line[alpha] for family, line in _curves(rows).items() for alpha in (0.4, 0.6)}
-
-
 def _saves(times: float, points_lost: float) -> Judge:
     """Whether some alpha that surely loses no more saves so much."""
+    few = f"{points_lost:g} point{'s' if points_lost > 1 else ''}"
 
     def figures(rows: Rows) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {"real": {}, "paper": {}, "padding": {}}
@@ -146,10 +128,10 @@ def _saves(times: float, points_lost: float) -> Judge:
 
     return Judge(
         figures, at_least(times).of("real", "on valid tokens"), at_least(times).of("paper", "where padding counts"),
-        lambda found: f"with at most {points_lost:g} points lost, by the interval over seeds: " + ", ".join(
+        lambda found: f"with at most {few} lost, by the interval over seeds: " + ", ".join(
             f"{family} {real:.2f}x ({found['paper'][family]:.1f}x with padding, which alone is "
             f"{found['padding'][family]:.1f}x)" for family, real in found["real"].items()),
-        of=f"times saved at some alpha that surely loses at most {points_lost:g} points",
+        of=f"times saved at some alpha that surely loses at most {few}",
     )  # fmt: skip
 
 
@@ -247,8 +229,10 @@ STUDY = Study(
                       for family, line in found.items()))),
         Claim("minimal", "figure 2", "alpha of 0.4, or even of 0.6, only minimally changes accuracy",
               "SST-2: BERT -0.4 and -1.2, DistilBERT -0.1 and -0.6 points", judge=Judge(
-                  _lost, each("at most 1.5 points lost at both, by the intervals over seeds",
-                              lambda point: point.loss + point.half <= 1.5 * POINT),
+                  lambda rows: {(family, alpha): line[alpha] for family, line in _curves(rows).items()
+                                for alpha in (0.4, 0.6)},
+                  each("at most 1.5 points lost at both, by the intervals over seeds",
+                       lambda point: point.loss + point.half <= 1.5 * POINT),
                   each("by the mean at 0.4", lambda point: point.alpha != 0.4 or point.loss <= 1.5 * POINT),
                   lambda found: "loss " + ", ".join(
                       f"{key[0]} {_shown(point)} at {key[1]:g}" for key, point in found.items()) + " points")),

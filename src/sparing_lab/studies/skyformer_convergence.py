@@ -6,19 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sparing_lab.figure import Figure, legend_below, line, panels
-from sparing_lab.studies._arena import (  # fmt: skip
-    EXACT,
-    KERNELIZED,
-    NYSTROM,
-    PAPER_SETUPS,
-    SKYFORMER,
-    TASKS,
-    Setup,
-    data_of,
-    learned,
-    train_one,
-    training_cell,
-)
+from sparing_lab.studies import _arena as arena
+from sparing_lab.studies._arena import EXACT, KERNELIZED, NYSTROM, SKYFORMER, TASKS, Setup
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, each
 from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -32,43 +21,31 @@ SMALL = {
     "Text": Setup(512, 8, 3e-3, 60, 0.1, features=32),
     "Image": Setup(256, 16, 3e-3, 120, 0.1, features=32),
 }
-NARROW = {"width": 32, "hidden": 64, "dropout": 0.0}  #: of models at small scale
 POINTS = {"small": 5, "paper": 50}  #: of a curve
 RISEN = 1.05  #: times the lowest loss is over-fitting
 AS_LOW = 1.02  #: times the level counts as reached
 
 
 def _cells(settings: Settings) -> list[Cell]:
-    setups = SMALL if settings.small else PAPER_SETUPS
-    data = data_of(settings, list(setups))
-    narrow = NARROW if settings.small else {}
+    setups = SMALL if settings.small else arena.PAPER_SETUPS
+    data = arena.data_of(settings, list(setups))
     return [
-        training_cell(task, side, setup, seed=seed, data=data[task],
-                      evaluate=setup.steps // POINTS[settings.scale], **narrow)
-        for task, setup in setups.items()
-        for seed in range(settings.seeds or 1)
-        for side in SIDES
+        arena.training_cell(settings, task, side, setup, seed=seed, data=data[task],
+                            evaluate=setup.steps // POINTS[settings.scale])
+        for task, setup in setups.items() for seed in range(settings.seeds or 1) for side in SIDES
     ]  # fmt: skip
-
-
-def _measure(settings: Settings, cell: Cell) -> Row:
-    return train_one(cell)
 
 
 def _losses(row: Row) -> list[float]:
     return [float(point["valid_loss"]) for point in row["curve"]]
 
 
-def _level(rows: Rows, task: str, seed: int) -> float:
-    """The loss that self-attention, kernelized attention and Skyformer all reach."""
-    return AS_LOW * max(min(_losses(row)) for row in pick(rows, task=task, seed=seed) if row["side"] != NYSTROM)
-
-
 def reached(rows: Rows, side: str, task: str, what: str) -> float:
-    """Return the seconds, or steps, until the level; mean over seeds."""
+    """Return the seconds, or steps, until the loss that all but Nystromformer reach; mean over seeds."""
 
     def until(row: Row) -> float:
-        level = _level(rows, task, row["seed"])
+        others = [other for other in pick(rows, task=task, seed=row["seed"]) if other["side"] != NYSTROM]
+        level = AS_LOW * max(min(_losses(other)) for other in others)
         return next(float(point[what]) for point in row["curve"] if point["valid_loss"] <= level)
 
     return mean(pick(rows, side=side, task=task), until)
@@ -80,7 +57,7 @@ def _by_task(rows: Rows, of: Callable[[str, str], float]) -> dict[str, dict[str,
     return {task: {side: of(side, task) for side in (SKYFORMER, *RIVALS)} for task in tasks}
 
 
-def _less(share: float) -> Callable[[dict[str, dict[str, float]]], bool]:
+def _less(share: float) -> Callable[[Any], bool]:
     """Skyformer's is lower than a rival's in at least a share of the comparisons."""
 
     def holds(found: dict[str, dict[str, float]]) -> bool:
@@ -115,7 +92,7 @@ _SOONER = each("at the same evaluation or earlier", lambda steps: steps[SKYFORME
 def _pathfinder(rows: Rows) -> dict[str, float]:
     """By side: the accuracy in percent."""
     mine = pick(rows, task="Pathfinder")
-    if not mine or not learned(rows, "Pathfinder"):
+    if not mine or not arena.learned(rows, "Pathfinder"):
         raise NotRun("no model learns Pathfinder at this scale")
     return {side: mean(pick(mine, side=side), lambda row: 100 * row["accuracy"]) for side in SIDES}
 
@@ -125,23 +102,21 @@ def _tables(rows: Rows) -> list[Table]:
     body = []
     for task, side in ((task, side) for task in tasks for side in SIDES):
         mine = pick(rows, task=task, side=side)
-        until = (
-            [f"{reached(rows, side, task, what):.3g}" for what in ("step", "seconds")]
-            if side != NYSTROM
-            else ["-", "-"]
-        )
+        until = {what: "-" if side == NYSTROM else f"{reached(rows, side, task, what):.3g}"
+                 for what in ("step", "seconds")}  # fmt: skip
         low, last = mean(mine, lambda row: min(_losses(row))), mean(mine, lambda row: _losses(row)[-1])
-        body.append({"task": task, "side": side, "seconds": mean(mine, "seconds"), "step": until[0], "s": until[1],
-                     "low": low, "last": last, "points": mean(mine, lambda row: 100 * row["accuracy"])})  # fmt: skip
+        body.append({"task": task, "side": side, "seconds": mean(mine, "seconds"), "until": until, "low": low,
+                     "last": last, "points": mean(mine, lambda row: 100 * row["accuracy"])})  # fmt: skip
     runs = [
-        {**row, **row["config"], "percent": 100 * row["chance"], "known": "yes" if learned(rows, task) else "no",
+        {**row, **row["config"], "percent": 100 * row["chance"], "known": "yes" if arena.learned(rows, task) else "no",
          "of": "files of --data" if row["config"]["data"] else "installed or generated", "task": task}
         for task in tasks for row in pick(rows, task=task, side=SIDES[-1])[:1]
     ]  # fmt: skip
     return [
         listing("Time of training, without evaluations, and validation loss", body,
-                {"task": "{task}", "method": "{side}", "seconds": "{seconds:.1f}", "steps to level": "{step}",
-                 "s to level": "{s}", "lowest loss": "{low:.3f}", "last": "{last:.3f}", "accuracy": "{points:.1f}"}),
+                {"task": "{task}", "method": "{side}", "seconds": "{seconds:.1f}", "steps to level": "{until[step]}",
+                 "s to level": "{until[seconds]}", "lowest loss": "{low:.3f}", "last": "{last:.3f}",
+                 "accuracy": "{points:.1f}"}),
         listing("Runs", runs,
                 {"task": "{task}", "data": "{of}", "tokens": "{length}", "steps": "{steps}", "batch": "{batch}",
                  "held out": "{held}", "chance, %": "{percent:.1f}", "learned": "{known}"}),
@@ -164,7 +139,8 @@ def _draw(rows: Rows, figure: Figure) -> None:
 
 STUDY = Study(
     name="skyformer-convergence", title="Validation loss against training time", paper="skyformer",
-    where="appendix A, Figure 1", cells=_cells, measure=_measure, tables=_tables, draw=_draw, timed=True,
+    where="appendix A, Figure 1", cells=_cells, measure=lambda settings, cell: arena.train_one(cell), tables=_tables,
+    draw=_draw, timed=True,
     options=("data", "seeds"),
     claims=(
         Claim("finishes", "appendix A",

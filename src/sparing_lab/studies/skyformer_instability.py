@@ -5,23 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 from sparing.workbench.estimate import Estimate, estimate
-from sparing_lab.figure import PAPER, Figure, legend_below, level, panels, style
+from sparing_lab.figure import PAPER, Figure, legend_below, level, log_marks, panels, style
 from sparing_lab.papers import numbers
-from sparing_lab.studies._arena import (  # fmt: skip
-    EXACT,
-    KERNELIZED,
-    NYSTROM,
-    PAPER_SETUPS,
-    SKYFORMER,
-    TASKS,
-    Setup,
-    config_of,
-    data_of,
-    fingerprint,
-)
+from sparing_lab.studies import _arena as arena
+from sparing_lab.studies._arena import EXACT, KERNELIZED, NYSTROM, SKYFORMER, TASKS
 from sparing_lab.studies._skyformer_instability import AFTER, BEFORE, FIRST, READ, REDRAWN, RELATIVE, scores
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, below, each
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, mean, pick, the
@@ -36,23 +27,18 @@ ONE = 0.1  #: from 1 is "around 1"
 SPREAD = 0.1  #: standard deviation over seeds, a third of the paper's effect
 
 
-def _setup(settings: Settings, task: str) -> Setup:
-    paper = PAPER_SETUPS[task]
-    return replace(paper, length=256, batch=8, features=32) if settings.small else paper
-
-
 def _cells(settings: Settings) -> list[Cell]:
-    data = data_of(settings, list(TASKS))
+    data = arena.data_of(settings, list(TASKS))
+    less: dict[str, Any] = {"length": 256, "batch": 8, "features": 32} if settings.small else {}
     found: list[Cell] = []
-    for task in TASKS:
-        for seed in range(settings.seeds or 3):
-            setup = _setup(settings, task)
-            configs = {
-                side: asdict(config_of(task, side, setup, seed=seed, data=data[task], evaluate=setup.steps))
-                for side in (EXACT, *TABLE)
-            }
-            found.append({"task": task, "seed": seed, "first": FIRST, "of": fingerprint(task, data[task]),
-                          "configs": configs})  # fmt: skip
+    for task, seed in product(TASKS, range(settings.seeds or 3)):
+        setup = replace(arena.PAPER_SETUPS[task], **less)
+        configs = {
+            side: asdict(arena.config_of(task, side, setup, seed=seed, data=data[task], evaluate=setup.steps))
+            for side in (EXACT, *TABLE)
+        }
+        found.append({"task": task, "seed": seed, "first": FIRST, "of": arena.fingerprint(task, data[task]),
+                      "configs": configs})  # fmt: skip
     return found
 
 
@@ -130,8 +116,8 @@ def _size(by: float) -> Criterion:
 def _apart(rows: Rows) -> dict[str, float]:
     """Between Skyformer and kernelized attention: the largest difference of a task, and that of the means."""
     kernel, sky = (_means(rows, side, AFTER) for side in GAUSSIAN)
-    means = [statistics.fmean(some.values()) for some in (kernel, sky)]
-    return {"most": max(abs(kernel[task] - sky[task]) for task in kernel), "mean": abs(means[0] - means[1])}
+    apart = abs(statistics.fmean(kernel.values()) - statistics.fmean(sky.values()))
+    return {"most": max(abs(kernel[task] - sky[task]) for task in kernel), "mean": apart}
 
 
 def _order(rows: Rows) -> dict[str, Any]:
@@ -147,10 +133,9 @@ def _order(rows: Rows) -> dict[str, Any]:
 
 
 def _ordered(found: dict[str, Any]) -> str:
-    shown = {side: each["apart"] for side, each in found.items()}
     return "Retrieval and Image less Text and ListOps: " + "; ".join(
         f"{side} {apart.mean:+.2f}" + ("" if apart.high is None else f" (at most {apart.high:+.2f})")
-        for side, apart in shown.items()
+        for side, apart in ((side, each["apart"]) for side, each in found.items())
     )
 
 
@@ -207,10 +192,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
         level(panel, 1)
         panel.set_xticks(range(len(tasks)), tasks, rotation=20)
         panel.set(title=f"Read out {read}", ylabel="score / that of self-attention", yscale="log")
-        low, high = panel.get_ylim()
-        marks = [mark for mark in (0.2, 0.5, 1, 2, 5, 10, 100, 1000, 10000) if low <= mark <= high]
-        panel.set_yticks(marks, [f"{mark:g}" for mark in marks])
-        panel.minorticks_off()
+        log_marks(panel, (0.2, 0.5, 1, 2, 5, 10, 100, 1000, 10000))
     legend_below(figure, axes[:1], 4, title="bars: lowest to highest seed")
 
 

@@ -6,7 +6,7 @@ Informer, the figure's fourth method, is not in this library.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -14,14 +14,14 @@ import torch
 
 from sparing import documents
 from sparing.documents import Documents
-from sparing.models import Subject, load
 from sparing.workbench.prepare import extended
-from sparing_lab.figure import PAPER, Figure, line, panels, style
+from sparing_lab.figure import PAPER, Figure, line, log_ticks, panels, style
 from sparing_lab.papers import numbers
 from sparing_lab.studies._layers import encoder_layers
-from sparing_lab.studies._skyformer_spectral import SPECS, LayerInputs, initialised, layer_inputs, spectral_errors
+from sparing_lab.studies._loaded import loaded, untrained
+from sparing_lab.studies._skyformer_spectral import SPECS, LayerInputs, layer_inputs, spectral_errors
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, above, ahead, each, falls
-from sparing_lab.studies.rows import Cell, Row, Rows, curve, distinct, ends, grouped, mean, pick
+from sparing_lab.studies.rows import Cell, Row, Rows, curves, distinct, ends, grouped, mean, pick
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, pivot
 from sparing_lab.tasks import wikitext
@@ -30,7 +30,6 @@ BUDGETS = (16, 32, 64, 128, 256)
 WEIGHTS = ("initialised", "pretrained")
 MODELS = {"small": "minilm", "paper": "bert-base-cased"}
 LENGTHS = {"small": (512, 2048), "paper": (512, 1024, 2048, 4096)}
-OTHERS = [name for name in SPECS if name != "Skyformer"]
 #: Read off the paper's figure, within 3 %: weights and length -> method -> values by the number of landmarks.
 READ = {(weights, length): numbers("skyformer", "figure 1")[f"{weights} {length}"] for weights in WEIGHTS
         for length in (512, 4096)}  # fmt: skip
@@ -41,72 +40,54 @@ def _cells(settings: Settings) -> list[Cell]:
     seeds = settings.seeds or 3
     if settings.data is not None and settings.small and wikitext.path_in(settings.data) is None:
         settings.refuse_unused("wikitext2/valid.txt, plain text (may be .xz)")
-    text = _documents(settings.data, settings.small)
+    text = _documents(settings)
     model = settings.model or MODELS[settings.scale]
     given = {"model": model, "text": text.name, "fingerprint": text.fingerprint}
     cells: list[Cell] = []
     for weights in WEIGHTS:
-        for length in LENGTHS[settings.scale]:
-            for seed in range(seeds):
-                here = {**given, "weights": weights, "length": length, "seed": seed}
-                cells.append({**here, "method": "values", "budget": 0})
-                cells += [{**here, "method": name, "budget": d} for name in (*SPECS, "own") for d in BUDGETS]
+        for length, seed in product(LENGTHS[settings.scale], range(seeds)):
+            here = {**given, "weights": weights, "length": length, "seed": seed}
+            cells.append({**here, "method": "values", "budget": 0})
+            cells += [{**here, "method": name, "budget": d} for name in (*SPECS, "own") for d in BUDGETS]
     return cells
 
 
 def _measure(settings: Settings, cell: Cell) -> Row:
-    inputs = _inputs(
-        cell["model"], cell["weights"], cell["length"], cell["seed"], settings.data, settings.small, cell["fingerprint"]
-    )
+    inputs = _inputs(settings, *(cell[name] for name in ("model", "weights", "length", "seed", "fingerprint")))
     return spectral_errors(cell["method"], cell["budget"], inputs, cell["seed"])
 
 
-def _documents(data: Path | None, small: bool) -> Documents:
+def _documents(settings: Settings) -> Documents:
     """WikiText-2, as in the paper; where nothing may be downloaded, Python's help topics do."""
-    if small and (data is None or wikitext.path_in(data) is None):
+    if settings.small and (settings.data is None or wikitext.path_in(settings.data) is None):
         return documents.default()
-    return wikitext.read(data, wanted_by="skyformer-spectral")
-
-
-@functools.lru_cache(maxsize=1)
-def _texts(data: Path | None, small: bool, fingerprint: str) -> tuple[str, ...]:
-    return _documents(data, small).texts
-
-
-@functools.lru_cache(maxsize=1)
-def _subject(model: str) -> Subject:
-    return load(model)
+    return wikitext.read(settings.data, wanted_by="skyformer-spectral")
 
 
 @functools.lru_cache(maxsize=1)
 @torch.no_grad()
 def _inputs(
-    model: str, weights: str, length: int, seed: int, data: Path | None, small: bool, fingerprint: str
+    settings: Settings, model: str, weights: str, length: int, seed: int, fingerprint: str
 ) -> list[LayerInputs]:
-    """Of every layer, or of every second of a small model, for the text of that number."""
-    subject = _subject(model)
-    if weights == "initialised":
-        subject = initialised(subject, seed)
+    """Of every layer, or of every second of a small model, for the text of that number; fingerprint: of all texts."""
+    subject = loaded(model) if weights == "pretrained" else untrained(loaded(model), seed=seed)
     if subject.positions is not None and length > subject.positions:
         subject = extended(subject, length)
-    texts = _texts(data, small, fingerprint)
+    texts = _documents(settings).texts
     if seed >= len(texts):
         raise ValueError(f"seeds: each takes a text of its own, and there are {len(texts)}")
     ids = subject.encode(texts[seed : seed + 1], length)[0][0]
     if len(ids) < length:
         raise ValueError(f"seeds: each takes a text of {length} tokens, and there are only {seed}")
-    found = []
-    for layer in encoder_layers(subject.model, ids[None])[1 if small else 0 :: 2 if small else 1]:
-        found.append(layer_inputs(layer.query, layer.key, layer.projected))
-    return found
+    every = encoder_layers(subject.model, ids[None])
+    some = every[1::2] if settings.small else every
+    return [layer_inputs(layer.query, layer.key, layer.projected) for layer in some]
 
 
 def _curves(rows: Rows, field: str = "error") -> dict[Panel, dict[str, dict[int, float]]]:
     """Panel -> method -> the mean over seeds by the number of landmarks."""
-    panels = grouped(rows, "weights", "length").items()
     return {
-        panel: {name: curve(some, "budget", field) for name, some in grouped(here, "method").items()}
-        for panel, here in panels
+        panel: curves(here, "budget", field, "method") for panel, here in grouped(rows, "weights", "length").items()
     }
 
 
@@ -158,16 +139,9 @@ def _halves(found: dict[Panel, float]) -> bool:
     return all(late < max(early, 0.0) / 2 for early, late in zip(*_by_length(found), strict=True))
 
 
-def _skyformer(rows: Rows) -> dict[Panel, dict[int, float]]:
-    return {panel: curves["Skyformer"] for panel, curves in _ends(rows).items()}
-
-
-def _factor(errors: dict[int, float]) -> float:
-    return errors[BUDGETS[0]] / errors[BUDGETS[-1]]
-
-
 def _fallen(found: dict[Panel, dict[int, float]]) -> str:
-    factors = ", ".join(f"{_factor(each):.1f} ({weights} {length})" for (weights, length), each in found.items())
+    factors = ", ".join(f"{errors[BUDGETS[0]] / errors[BUDGETS[-1]]:.1f} ({weights} {length})"
+                        for (weights, length), errors in found.items())  # fmt: skip
     return f"by a factor of {factors}{'' if falls().holds(found) else '; not at every step'}"
 
 
@@ -225,12 +199,12 @@ def _tables(rows: Rows) -> list[Table]:
 def _draw(rows: Rows, figure: Figure) -> None:
     found = _ends(rows)
     shortest = min(distinct(rows, "length"))
-    for axes, (panel, curves) in zip(panels(figure, 2, 2, size=(4.2, 3.4)), found.items(), strict=True):
+    for axes, (panel, ours) in zip(panels(figure, 2, 2, size=(4.2, 3.4)), found.items(), strict=True):
         theirs = (panel[0], 512 if panel[1] == shortest else 4096)
         here = pick(rows, weights=panel[0], length=panel[1])
         for number, name in enumerate(SPECS):
             look = style(number)
-            line(axes, curves[name], name, number)
+            line(axes, ours[name], name, number)
             seen = [[row["error"] for row in pick(here, method=name, budget=d)] for d in BUDGETS]
             axes.fill_between(BUDGETS, [min(x) for x in seen], [max(x) for x in seen], alpha=0.2, color=look["color"])
             line(axes, READ[theirs][name], **{**PAPER, "color": look["color"], "marker": look["marker"]},
@@ -238,13 +212,9 @@ def _draw(rows: Rows, figure: Figure) -> None:
         plain = mean(pick(here, method="values"), "error")
         axes.axhline(plain, color="black", linestyle=":", label="mean of all values")
         axes.plot([], [], label="hollow: the paper's, read off", **{**PAPER, "marker": "o", "markerfacecolor": "none"})
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(BUDGETS, [str(d) for d in BUDGETS])
-        axes.set(
-            xlabel="landmarks or features d", ylabel="spectral norm of the error",
-            title=f"{panel[0]}, {panel[1]} tokens (the paper's: BERT, {theirs[1]})",
-        )  # fmt: skip
+        log_ticks(axes, BUDGETS)
+        axes.set(xlabel="landmarks or features d", ylabel="spectral norm of the error", yscale="log",
+                 title=f"{panel[0]}, {panel[1]} tokens (the paper's: BERT, {theirs[1]})")  # fmt: skip
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(f"{rows[0]['model']} on {rows[0]['text']}; bands: all seeds")
 
@@ -271,8 +241,10 @@ STUDY = Study(
                       f"{length}: " + ", ".join(f"{name} {value:.2f}" for name, value in errors.items())
                       for length, errors in found.items()), of="at both lengths")),
         Claim("falls", "Figure 1", "Skyformer's error falls steadily with d",
-              "by a factor of 3.0 to 4.2 from 16 to 256", judge=Judge(_skyformer, falls("d in every panel") & each(
-                  "in all by 2.5 or more", lambda errors: errors[BUDGETS[-1]] <= errors[BUDGETS[0]] / 2.5),
+              "by a factor of 3.0 to 4.2 from 16 to 256", judge=Judge(
+                  lambda rows: {panel: curves["Skyformer"] for panel, curves in _ends(rows).items()},
+                  falls("d in every panel") & each("in all by 2.5 or more", lambda errors: (
+                      errors[BUDGETS[-1]] <= errors[BUDGETS[0]] / 2.5)),
                   falls("d in every panel"), _fallen)),
         Claim("flat", "Figure 1", "at the longest length Nystromformer hardly gains from landmarks",
               "4096 tokens: 4.64 to 4.61, 2.5 to 2.45; 512 tokens: 1.34 to 0.93, 1.16 to 0.66", judge=Judge(

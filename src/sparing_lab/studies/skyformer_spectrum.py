@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Sequence
 from itertools import islice
 
@@ -19,6 +17,7 @@ from sparing.transformers.watch import Seen, rehearse
 from sparing.workbench.swap import cut
 from sparing_lab.figure import PAPER, Figure, legend_below, panels, style
 from sparing_lab.papers import numbers
+from sparing_lab.studies._loaded import loaded, untrained
 from sparing_lab.studies.judges import Criterion, Judge, ahead
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, pick
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -68,26 +67,10 @@ def _cells(settings: Settings) -> list[Cell]:
     ]
 
 
-@functools.lru_cache(maxsize=1)
-def _loaded(model: str, weights: str) -> subject.Subject:
-    found = _pretrained(model)
-    return found if weights == "pretrained" else untrained(found)
-
-
-_pretrained = functools.lru_cache(maxsize=1)(subject.load)
-
-
-def untrained(found: subject.Subject, *, seed: int = 0) -> subject.Subject:
-    """Return the same model with untrained weights, and no more layers than are measured."""
-    config = copy.deepcopy(found.model.config)
-    config.num_hidden_layers = LAYER
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return subject.Subject(found.name, type(found.model)(config).eval(), found.tokenizer)
-
-
 def _measure(settings: Settings, cell: Cell) -> Row:
-    found = _loaded(cell["model"], cell["weights"])
+    found = loaded(cell["model"])
+    if cell["weights"] == "random":
+        found = untrained(found, layers=LAYER)
     length = min(cell["length"], found.positions or cell["length"])
     texts = _texts(settings)[cell["text"]].texts
     ids = cut(texts, lambda each: found.encode([each], length)[0][0].tolist(), length, cell["documents"])

@@ -48,6 +48,18 @@ class Settings:
         """Return whether the findings are about results of these settings."""
         return self.small and self.model is None
 
+    def files(self, *patterns: str, wanted: str, paper: str) -> list[Path]:
+        """Return the files of the data folder that match; none: the study takes texts that every Python has.
+
+        wanted: files and their format, for the error about a folder without any. paper: the error at the paper's scale.
+        """
+        found = [] if self.data is None else sorted(path for pattern in patterns for path in self.data.glob(pattern))
+        if not found and not self.small:
+            raise ValueError(f"data: {paper}")
+        if not found:
+            self.refuse_unused(wanted)
+        return found
+
     def refuse_unused(self, wanted: str) -> None:
         """Raise where data were given and hold nothing for a study; wanted: files and their format."""
         if self.data is not None and not self.together:

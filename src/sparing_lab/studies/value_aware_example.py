@@ -101,7 +101,7 @@ def _ends(found: dict[str, Any]) -> tuple[float, float, int]:
 def _less(rows: Rows) -> list[Row]:
     """The exponential kernels, each beside the polynomial of degree 2."""
     low = the(rows, what="kernel", degree=2)
-    return [{**row, "low": low["skew"], "less": low["skew"] < row["skew"] and low["agree"] < row["agree"]}
+    return [{**row, "low": low["skew"], "less": all(low[of] < row[of] for of in ("skew", "agree"))}
             for row in pick(rows, what="exp")]  # fmt: skip
 
 

@@ -59,13 +59,11 @@ def _text(settings: Settings) -> tuple[Path | None, str]:
             settings.refuse_unused("wikitext2/train.txt (or valid.txt, .txt.xz), plain text")
             return None, Documents("topics", tuple(distinct_topics())).fingerprint
     else:
-        places = [] if data is None else [data / f"{_LARGE_FILE}{end}" for end in ("", ".xz", ".gz")]
-        path = next((place for place in places if place.is_file()), None)
-        if path is None:
-            raise ValueError(
-                f"data: value-aware-kernels wants WikiText-103, {data or 'FOLDER'}/{_LARGE_FILE} (or .xz): plain text; "
-                "the paper's is on https://huggingface.co/datasets/Salesforce/wikitext (wikitext-103-v1)"
-            )
+        path, *_ = settings.files(
+            _LARGE_FILE, f"{_LARGE_FILE}.xz", f"{_LARGE_FILE}.gz", wanted=_LARGE_FILE,
+            paper=f"value-aware-kernels wants WikiText-103, {data or 'FOLDER'}/{_LARGE_FILE} (or .xz): plain text; the "
+            "paper's is on https://huggingface.co/datasets/Salesforce/wikitext (wikitext-103-v1)",
+        )  # fmt: skip
     return path, documents.read([path], whole=True).fingerprint
 
 
@@ -104,16 +102,12 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-# What the rows say
-
 Loss = tuple[float, float, float]  #: a loss, how much that is above exact attention's, and the standard error of this
 
 
 def _of(rows: Rows, kind: str, oracle: str, r: int | None = None) -> Loss:
     """Means over seeds."""
     found = pick(rows, what="swap", kind=kind, oracle=oracle, r=r)
-    if not found:
-        raise LookupError(f"no row has {kind}, {oracle}, {r}")
     error = math.sqrt(sum(row["error"] ** 2 for row in found)) / len(found)
     return mean(found, "loss"), mean(found, "gap"), error
 
@@ -186,9 +180,6 @@ _EXP_BEST = Criterion("exp has the lowest perplexity", lambda found: min(found, 
 
 def _kernels(*pairs: tuple[str, str]) -> Callable[[dict[str, Any]], bool]:
     return lambda found: all(_apart(found["losses"][a], found["losses"][b]) for a, b in pairs)
-
-
-# What people see
 
 
 def _tables(rows: Rows) -> list[Table]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,18 +26,7 @@ from sparing.sample_text import distinct_topics
 from sparing_lab.figure import Figure, legend_below, level, panels
 from sparing_lab.studies import _value_aware as oracles
 from sparing_lab.studies._trained import Tried, row_of, running, trained, tried
-from sparing_lab.studies._value_aware import (
-    NAMES,
-    TABLE_1,
-    WRONG,
-    Group,
-    books,
-    buckets,
-    budget,
-    family,
-    groups,
-    spec_of,
-)
+from sparing_lab.studies._value_aware import TABLE_1, WRONG, Group, buckets, groups, spec_of
 from sparing_lab.studies.judges import Criterion, Judge, each, rises
 from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -71,16 +61,14 @@ KEYS = {
 @functools.lru_cache(maxsize=1)
 def _text(settings: Settings) -> tuple[str | None, str]:
     """The folder that is learned from, None for the help topics, and the fingerprint of its text."""
-    found = books(settings, "value-aware-mlm")
+    found = oracles.books(settings, "value-aware-mlm")
     if not found:
         return None, Documents("topics", tuple(distinct_topics())).fingerprint
     return str(found[0].parent), documents.read(found, whole=True).fingerprint
 
 
 def _specs(settings: Settings, length: int, head: int) -> list[str]:
-    named = {"window": "window(size={})"}
-    ladders = KEYS[settings.scale].items()
-    few = [named.get(name, f"{name}(keys={{}})").format(r) for name, keys in ladders for r in keys]
+    few = [spec_of(name, r) for name, keys in KEYS[settings.scale].items() for r in keys]
     return [*few, _features(head), *(buckets(length) if length >= HASHED else ())]
 
 
@@ -94,15 +82,12 @@ def _cells(settings: Settings) -> list[Cell]:
         **(SMALL if settings.small else LARGE), "text": _text(settings)[1], "draws": DRAWS[settings.scale],
         "searched": SEARCHED,
     }  # fmt: skip
-    cells: list[Cell] = []
-    for seed in range(settings.seeds or 1):
-        for length in LENGTHS[settings.scale]:
-            head = of["width"] // of["heads"]
-            cells.append(
-                {"length": length, "seed": seed, **of, "batch": BYTES[settings.scale] // length, "head": head,
-                 "examples": min(TRIED[settings.scale] // length, VALID), "specs": _specs(settings, length, head)}
-            )  # fmt: skip
-    return cells
+    head = of["width"] // of["heads"]
+    return [
+        {"length": length, "seed": seed, **of, "batch": BYTES[settings.scale] // length, "head": head,
+         "examples": min(TRIED[settings.scale] // length, VALID), "specs": _specs(settings, length, head)}
+        for seed in range(settings.seeds or 1) for length in LENGTHS[settings.scale]
+    ]  # fmt: skip
 
 
 def _config(cell: Cell, folder: str | None) -> Config:
@@ -159,9 +144,6 @@ def _guess(task: Task) -> Callable[..., Tensor]:
     return said
 
 
-# What the rows say
-
-
 def _few(group: Group) -> str:
     return spec_of("top_keys", group.width + 1)
 
@@ -177,12 +159,6 @@ def _by_length(of: Callable[[Group], str]) -> Callable[[Sequence[Group]], str]:
 
 def _longest(found: Sequence[Group]) -> Group:
     return max(found, key=lambda group: group.length)
-
-
-def _exact(rows: Rows) -> dict[str, float]:
-    """Nats that the loss is off where values are looked for, and points of wrong bytes."""
-    points = [abs(group.loss(spec_of("value_aware", group.width + 1))) for group in groups(rows)]
-    return {"nats": max(row["off"] for row in pick(rows, what="search")), "points": max(points)}
 
 
 def _seen(found: Sequence[Group]) -> bool:
@@ -230,34 +206,26 @@ def _grown(found: Sequence[Group]) -> bool:
     return last.loss(_few(last)) - first.loss(_few(first)) > noise
 
 
-# What people see
-
-
 def _tables(rows: Rows) -> list[Table]:
     found = groups(rows)
     full = found[0].width + 1
 
-    def few_or_full(name: str) -> list[tuple[str, float, Callable[[Group], str]]]:
-        short = {"top_keys": "OVO", "value_aware": "OVA"}[name]
-        return [(f"{short}-{r}", TABLE_1[name][key], lambda group, r=r: spec_of(name, r)) for r, key in  # type: ignore[misc]
-                ((1, 1), (full, 65))]  # fmt: skip
-
-    methods: list[tuple[str, float, Callable[[Group], str]]] = [
-        ("exact", TABLE_1["exact"], lambda group: "exact"), *few_or_full("top_keys"), *few_or_full("value_aware"),
-        (f"random features, {4 * found[0].width}", 89.79, lambda group: _features(group.width)),
-        ("LSH, n/64 keys x 4 rounds", 90.39, lambda group: buckets(group.length)[0]),
-        ("LSH, n/8 keys x 16 rounds", 26.11, lambda group: buckets(group.length)[1]),
+    methods: list[tuple[str, float, Callable[[int], str]]] = [  # name, the paper's figure, spec by length
+        ("exact", TABLE_1["exact"], lambda length: "exact"),
+        *((f"{short}-{r}", TABLE_1[name][key], partial(lambda spec, length: spec, spec_of(name, r)))
+          for name, short in (("top_keys", "OVO"), ("value_aware", "OVA")) for r, key in ((1, 1), (full, 65))),
+        (f"random features, {4 * found[0].width}", 89.79, lambda length: _features(found[0].width)),
+        ("LSH, n/64 keys x 4 rounds", 90.39, lambda length: buckets(length)[0]),
+        ("LSH, n/8 keys x 16 rounds", 26.11, lambda length: buckets(length)[1]),
     ]  # fmt: skip
-    ladder = [
-        spec for name in ("top_keys", "value_aware", "window") for spec in found[0].values if family(spec) == name
-    ]
+    ladder = [spec for name in KEYS["small"] for spec in found[0].values if oracles.family(spec) == name]
     columns = {f"{group.length} bytes": group for group in found}
     asked = ", ".join(str(group.rows[0]["asked"]) for group in found)
     return [
         pivot(f"Table 1: {WRONG} and perplexity, of {asked} hidden bytes", ["method", "paper"], methods, columns,
-              lambda line, group: _cell(group, line[2](group)), lambda line: [line[0], f"{line[1]:.1f}"]),
+              lambda line, group: _cell(group, line[2](group.length)), lambda line: [line[0], f"{line[1]:.1f}"]),
         pivot("By keys", ["method, r", ""], ladder, columns, lambda spec, group: _cell(group, spec),
-              lambda spec: [f"{NAMES[family(spec)]}, {budget(spec)}", ""]),
+              lambda spec: [f"{oracles.NAMES[oracles.family(spec)]}, {oracles.budget(spec)}", ""]),
         listing("Training", pick(rows, what="trained"),
                 {"length": "{length}", "batch": "{batch}", "steps": "{steps}", "perplexity": "{last[perplexity]:.2f}",
                  "chance": "{chance:.0f}", "one byte always: wrong (%)": "{guess:.1f}"}),
@@ -293,7 +261,10 @@ STUDY = Study(
               "r = 1: 96.6 / 88.6, r = 65: 43.5 / 24.2 (OVO / OVA)", judge=oracles.aware(_noise, (4,))),
         Claim("exact", "section 3, Table 1", "width + 1 values make the output exactly", "24.2 = 24.2 at 65",
               judge=Judge(
-                  _exact, Criterion("within 1e-5 nats of exact attention's, wrong bytes within 0.05 points",
+                  lambda rows: {
+                      "nats": max(row["off"] for row in pick(rows, what="search")),
+                      "points": max(abs(group.loss(spec_of("value_aware", group.width + 1))) for group in groups(rows)),
+                  }, Criterion("within 1e-5 nats of exact attention's, wrong bytes within 0.05 points",
                                     lambda found: found["nats"] < 1e-5 and found["points"] < 0.05),
                   Criterion("1e-3 nats", lambda found: found["nats"] < 1e-3),
                   "{nats:.0e} nats, {points:.2f} points off at most".format_map,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sparing import documents
@@ -19,18 +20,8 @@ from sparing.workbench.comparison.quality import quality
 from sparing.workbench.swap import cut, perplexity
 from sparing_lab.figure import Figure, legend_below, panels
 from sparing_lab.studies import _value_aware as oracles
-from sparing_lab.studies._value_aware import (
-    WIDTHS,
-    WRONG,
-    Group,
-    between,
-    books,
-    buckets,
-    built,
-    family,
-    groups,
-    spec_of,
-)
+from sparing_lab.studies._loaded import loaded
+from sparing_lab.studies._value_aware import WIDTHS, WRONG, Group, buckets, family, groups, spec_of
 from sparing_lab.studies.judges import Criterion, Judge, each
 from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick
 from sparing_lab.studies.study import Claim, Settings, Study
@@ -43,52 +34,48 @@ SHORT = {"encoder": "1 - cosine", "language model": "perplexity", "masked": "wro
 _POLES = "multipole(clusters={}, keys={}, window=0, sinks=4, cap=8.0, steps=6, tolerance={})"
 
 
-def _top(*keys: int) -> list[str]:
-    return [f"top_keys(keys={r})" for r in keys]
-
-
-def _aware(*keys: int) -> list[str]:
-    return [f"value_aware(keys={r})" for r in keys]
-
-
-def _windows(*sizes: int) -> list[str]:
-    return [f"window(size={r})" for r in sizes]
+def _specs(name: str, *keys: int) -> list[str]:
+    return [spec_of(name, r) for r in keys]
 
 
 def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
     """Model, its kind, tokens, documents, and what runs in all of its layers."""
-    features = ["random_features(features=256)"]
-    encoder = [*buckets(512), *features, "lsh(rounds=4, chunk=32, combine=sum, align=rank)"]
+    top, aware, windows = (partial(_specs, name) for name in ("top_keys", "value_aware", "window"))
+    features = "random_features(features=256)"
+    encoder = [*buckets(512), features, "lsh(rounds=4, chunk=32, combine=sum, align=rank)"]
     encoder += [f"multipole(clusters={c}, keys={k}, window=16)" for c, k in ((32, 32), (64, 76), (64, 160))]
-    decoder = [*features, "lsh(rounds=4, chunk=32, combine=sum)"]
-    long = [_POLES.format(16, 200, 0.02)]
-    runs: list[tuple[str, str, int, int, list[str]]] = []
+    decoder = [features, "lsh(rounds=4, chunk=32, combine=sum)"]
+    long = _POLES.format(16, 200, 0.02)
     if settings.small:
-        small = [*_top(1, 2, 4, 8, 33, 64, 128, 256), *_aware(1, 4, 8, 33), *_windows(2, 4, 8, 64, 128, 256)]
-        runs.append(("minilm", "encoder", 512, 1, small + encoder))
-        small = [*_top(1, 4, 8, 65, 128), *_aware(1, 4, 8, 65), *_windows(4, 8, 128)]
-        runs.append(("smollm2", "language model", 512, 1, small + decoder))
-        runs.append(("smollm2", "language model", 2048, 1, [*_top(8, 65, 256), *_windows(8, 256), *long]))
+        few = [*top(1, 2, 4, 8, 33, 64, 128, 256), *aware(1, 4, 8, 33), *windows(2, 4, 8, 64, 128, 256)]
+        causal = [*top(1, 4, 8, 65, 128), *aware(1, 4, 8, 65), *windows(4, 8, 128)]
+        runs = [
+            ("minilm", "encoder", 512, 1, few + encoder),
+            ("smollm2", "language model", 512, 1, causal + decoder),
+            ("smollm2", "language model", 2048, 1, [*top(8, 65, 256), *windows(8, 256), long]),
+        ]
     else:
-        many: tuple[int, ...] = (1, 2, 4, 8, 16, 33, 64, 128, 256)
-        runs.append(("minilm", "encoder", 512, 8, [*_top(*many), *_aware(*many[:6]), *_windows(*many[1:5], 64, 256)]))
-        runs[-1][-1].extend(encoder)
-        many = (1, 2, 4, 8, 16, 32, 65, 128, 256, 512)
-        wide = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-        long += [_POLES.format(32, 300, 0.0036), _POLES.format(48, 600, 0.0008)]
-        specs = [*_top(*many), *_aware(*many[:7]), *_windows(*wide), *decoder, *long]
-        runs.append(("smollm2", "language model", 2048, 1, specs))
+        few = [*top(1, 2, 4, 8, 16, 33, 64, 128, 256), *aware(1, 2, 4, 8, 16, 33), *windows(2, 4, 8, 16, 64, 256)]
+        causal = [
+            *top(1, 2, 4, 8, 16, 32, 65, 128, 256, 512), *aware(1, 2, 4, 8, 16, 32, 65),
+            *windows(2, 4, 8, 16, 32, 64, 128, 256, 512),
+        ]  # fmt: skip
+        poles = [long, _POLES.format(32, 300, 0.0036), _POLES.format(48, 600, 0.0008)]
+        runs = [
+            ("minilm", "encoder", 512, 8, few + encoder),
+            ("smollm2", "language model", 2048, 1, [*causal, *decoder, *poles]),
+        ]
     if settings.model is not None or not settings.small:
-        many = (1, 2, 4, 8, 16, 32, 65, 128, 256)
-        specs = [*_top(*many), *_aware(*many[:7]), *_windows(*many[1:6], 64, 128, 256), *encoder]
-        runs.append((settings.model or MASKED, "masked", 512, 8 if settings.small else 64, specs))
+        few = [*top(1, 2, 4, 8, 16, 32, 65, 128, 256), *aware(1, 2, 4, 8, 16, 32, 65)]
+        few += windows(2, 4, 8, 16, 32, 64, 128, 256)
+        runs.append((settings.model or MASKED, "masked", 512, 8 if settings.small else 64, few + encoder))
     return runs
 
 
 @functools.lru_cache(maxsize=1)
 def _texts(settings: Settings) -> Documents:
     """Novels from DIR/books, or the help topics."""
-    found = books(settings, "value-aware-oracles")
+    found = oracles.books(settings, "value-aware-oracles")
     return documents.read(found, whole=True) if found else documents.default()
 
 
@@ -107,19 +94,23 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(model: str, kind: str) -> subject.Subject:
-    return subject.Subject(model, *masked.load(model)) if kind == "masked" else subject.load(model)
+def _masked(model: str) -> subject.Subject:
+    return subject.Subject(model, *masked.load(model))
 
 
 def _measure(settings: Settings, cell: Cell) -> Row:
-    found = _loaded(cell["model"], cell["kind"])
     texts = _texts(settings).texts
     length, count = cell["length"], cell["documents"]
     if cell["kind"] == "masked":
-        return _masked(found, texts, length, count, cell["spec"], cell["seed"])
+        found = _masked(cell["model"])
+        inputs, hidden = masked.examples(texts, found.tokenizer, length=length, count=count)
+        with swapped(found.model, cell["spec"], seed=cell["seed"]) as handle:
+            value = 100 * masked.wrong(found.model, inputs, hidden)
+            return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
+    found = loaded(cell["model"])
     ids = cut(texts, lambda text: found.encode([text], length)[0][0].tolist(), length, count)
     if cell["what"] == "built":
-        return built(found, ids[0], cell["keys"], rows=cell["rows"], layers=cell["layers"])
+        return oracles.built(found, ids[0], cell["keys"], rows=cell["rows"], layers=cell["layers"])
     if cell["kind"] == "encoder":
         got = quality(found, list(ids), cell["spec"], seed=cell["seed"])
         cosine = sum(end["cosine"] for end in got.ends) / len(got.ends)
@@ -129,24 +120,13 @@ def _measure(settings: Settings, cell: Cell) -> Row:
         return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
 
 
-def _masked(
-    found: subject.Subject, texts: Sequence[str], length: int, count: int, spec: str, seed: int
-) -> Row:  # fmt: skip
-    inputs, hidden = masked.examples(texts, found.tokenizer, length=length, count=count)
-    with swapped(found.model, spec, seed=seed) as handle:
-        value = 100 * masked.wrong(found.model, inputs, hidden)
-        return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
-
-
-def _built(row: Row) -> bool:
-    """Whether values and weights that were looked for make the output."""
-    return row["error"] < 1e-5 and row["most"] <= row["keys"] and row["least"] >= 0 and row["off"] < 1e-9
-
-
 def _exact(rows: Rows) -> list[tuple[str, bool]]:
     """What was found with width + 1 values, in words, and whether that is exact."""
-    found = [(f"{row['model']}: {row['most']} values, error {row['error']:.0e}", _built(row))
-             for row in pick(rows, what="built")]  # fmt: skip
+    found = []
+    for row in pick(rows, what="built"):
+        convex = row["most"] <= row["keys"] and row["least"] >= 0 and row["off"] < 1e-9
+        words = f"{row['model']}: {row['most']} values, error {row['error']:.0e}"
+        found.append((words, convex and row["error"] < 1e-5))
     for group in groups(rows):
         spec = spec_of("value_aware", group.width + 1)
         if spec in group.values:
@@ -182,16 +162,13 @@ def _multipoles(rows: Rows) -> list[tuple[Group, str, float]]:
     for group in groups(rows):
         for spec in group.values:
             if family(spec) == "multipole":
-                oblivious = between(group.curve("top_keys"), group.read[spec])
+                oblivious = oracles.between(group.curve("top_keys"), group.read[spec])
                 found += [] if oblivious is None else [(group, spec, oblivious)]
     return found
 
 
 _NEARER = each("its loss is below OVO's at the keys that it read (between measured points: straight in the logarithms)",
                lambda found: found[0].loss(found[1]) < found[2])  # fmt: skip
-
-
-# What people see
 
 
 def _tables(rows: Rows) -> list[Table]:

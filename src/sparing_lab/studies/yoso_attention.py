@@ -49,21 +49,19 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 def matrices(seen: Seen, hashes: int | None, seed: int = 0) -> Tensor:
     """Return B of eq. 5 [B, H, n, n], as attention to unit vectors; None: its expectation."""
-    eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
     spec = "yoso(expectation=True, normalize=none)" if hashes is None else f"yoso(hashes={hashes}, normalize=none)"
-    return attention(seen.query, seen.key, eye, **{**seen.call, "method": spec, "seed": seed})
+    return attention(seen.query, seen.key, _eye(seen), **{**seen.call, "method": spec, "seed": seed})
 
 
 def softmax(seen: Seen, *, unit: bool) -> Tensor:
     """Return the matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
-    eye = torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
     q, k = (unit_rows(x, 1e-12) if unit else x for x in (seen.query, seen.key))
-    call = {**seen.call, "method": "exact"}
-    return attention(q, k, eye, **({**call, "scale": float(_bits(seen))} if unit else call))
+    bits = (seen.key.shape[-2] - 1).bit_length()  # log2 of the length, rounded up, as yoso takes it
+    return attention(q, k, _eye(seen), **{**seen.call, "method": "exact", **({"scale": float(bits)} if unit else {})})
 
 
-def _bits(seen: Seen) -> int:
-    return (seen.key.shape[-2] - 1).bit_length()  # log2 of the length, rounded up, as yoso takes it
+def _eye(seen: Seen) -> Tensor:
+    return torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
 
 
 @torch.no_grad()
@@ -171,14 +169,12 @@ STUDY = Study(
     paper="yoso", where="figure 4", cells=_cells, measure=_measure, tables=_tables, draw=_draw,
     options=("seeds", "model"),
     claims=(
-        Claim(
-            "accuracy", "section 6", "the estimate of the matrix becomes more accurate with the number of hashes",
-            "seen in figure 4", judge=Judge(
-                _errors, falls() & exponent(-0.55, -0.45), falls(),
-                lambda found: f"relative error {found[8]:.2f} with 8 hashes, {found[256]:.2f} with 256; exponent "
-                f"{power(found):.2f}", of="relative error to the expectation over the hashes (independent ones: -0.5)",
-            ),
-        ),
+        Claim("accuracy", "section 6", "the estimate of the matrix becomes more accurate with the number of hashes",
+              "seen in figure 4", judge=Judge(
+                  _errors, falls() & exponent(-0.55, -0.45), falls(),
+                  lambda found: f"relative error {found[8]:.2f} with 8 hashes, {found[256]:.2f} with 256; exponent "
+                  f"{power(found):.2f}", of="relative error to the expectation over the hashes (independent ones: -0.5)"
+              )),
         Claim("patterns", "figure 4", "patterns of self-attention are preserved well, queries and keys of length 1",
               "seen in figure 4", judge=_alike("with softmax")),
         Claim("own", "figure 4", "the same against the trained model's own softmax", "seen in figure 4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,12 +106,31 @@ def vectors(draws: int, width: int, seed: int) -> Tensor:
     return torch.cat([a, x * a + (1 - x.square()).sqrt() * b / b.norm(dim=-1, keepdim=True)], dim=1)
 
 
-def _least(rows: Rows) -> dict[str, Any]:
+def _on_curves(of: Callable[[Row], Any]) -> Callable[[Rows], Any]:
+    """Figures of the row with both curves."""
+    return lambda rows: of(the(rows, what="curves"))
+
+
+def _least(found: Row) -> dict[str, Any]:
     """The least value of each function and derivative inside the interval, and of the functions at its ends."""
-    found = the(rows, what="curves")
     names = [f"{kernel}{order}" for kernel in ("collision", "exponential") for order in ("", " first", " second")]
     ends = found["collision at the ends"] + found["exponential at the ends"]
     return {"inside": {name: min(found[name]) for name in names}, "ends": min(ends), "points": len(found["at"])}
+
+
+def _distance(found: Row) -> dict[str, Any]:
+    """Between the collision probability and the exponential."""
+    both = found["collision"], found["exponential"]
+    apart = [a - b for a, b in zip(*both, strict=True)]
+    correlation = float(torch.tensor(both).corrcoef()[0, 1])
+    return {"low": min(apart), "high": max(apart), "size": max(map(abs, apart)), "correlation": correlation}
+
+
+def _end(found: Row) -> dict[str, Any]:
+    """The derivative of the collision probability at the last points before x = 1, and the bound."""
+    last = [(math.acos(found["at"][place]), found["collision first"][place]) for place in (-4, -2, -1)]
+    angles, values = zip(*last, strict=True)
+    return {"angles": angles, "values": values, "bound": found["bound"][-1]}
 
 
 def _signs(found: dict[str, Any]) -> str:
@@ -119,37 +139,12 @@ def _signs(found: dict[str, Any]) -> str:
     return f"{inside}; at x = -1 the probability is {found['ends']:g}"
 
 
-def _distance(rows: Rows) -> dict[str, Any]:
-    """Between the collision probability and the exponential."""
-    both = [the(rows, what="curves")[name] for name in ("collision", "exponential")]
-    apart = [a - b for a, b in zip(*both, strict=True)]
-    correlation = float(torch.tensor(both).corrcoef()[0, 1])
-    return {"low": min(apart), "high": max(apart), "size": max(map(abs, apart)), "correlation": correlation}
-
-
-def _end(rows: Rows) -> dict[str, Any]:
-    """The derivative of the collision probability at the last points before x = 1, and the bound."""
-    found = the(rows, what="curves")
-    places = (-4, -2, -1)
-    return {
-        "angles": [math.acos(found["at"][place]) for place in places],
-        "values": [found["collision first"][place] for place in places], "bound": found["bound"][-1],
-    }  # fmt: skip
-
-
 def _steep(found: dict[str, Any]) -> bool:
     """Near x = 1 the derivative is tau / (pi sin(angle))."""
     pairs = zip(found["values"], found["angles"], strict=True)
     return all(abs(value * math.pi * math.sin(angle) / BITS - 1) < 0.1 for value, angle in pairs) and (
         found["values"][0] < found["values"][1] < found["values"][2] and found["bound"] <= BITS / 2
     )
-
-
-def _shares(rows: Rows) -> dict[float, float]:
-    """The lower bound of the derivative / the derivative, by x."""
-    found = the(rows, what="curves")
-    pairs = zip(found["at"], found["bound"], found["collision first"], strict=True)
-    return {x: bound / true for x, bound, true in pairs}
 
 
 def _bounded(found: dict[float, float]) -> str:
@@ -225,35 +220,29 @@ STUDY = Study(
     name="yoso-collision", title="Collision probability against the exponential, and whether hashes have it",
     paper="yoso", where="figure 1", cells=_cells, measure=_measure, tables=_tables, draw=_draw, options=("seeds",),
     claims=(
-        Claim(
-            "positive", "section 4", "both functions and their first two derivatives are positive on [-1, 1]",
-            "positive", judge=Judge(
-                _least, above(0).of("inside", "at all points of the open interval, by automatic differentiation")
-                & above(0).of("ends", "at both ends"), above(0).of("inside", "at all points but the ends"), _signs,
-            ),
-        ),
-        Claim(
-            "aligned", "figure 1", "the collision probability is a biased approximation of exp(8 (x - 1))",
-            "two curves close to each other", judge=Judge(
-                _distance, at_most(0.2).of("size", "apart") & at_least(0.95).of("correlation", "in correlation"),
-                at_least(0.8).of("correlation", "in correlation"),
-                "difference {low:+.3f} to {high:+.3f}, correlation {correlation:.3f}".format_map,
-            ),
-        ),
-        Claim(
-            "infinite", "section 4", "the derivative of the collision probability goes to infinity at x = 1",
-            "infinity; the bound stays finite", judge=Judge(
-                _end, Criterion("grows as 8 / (pi sin(angle)), within 10 %, at the last points before 1, where the "
-                                "bound is at most 4", _steep),
-                shows=lambda found: "{:.0f}, {:.0f}, {:.0f} at angles {:.3f}, {:.3f}, {:.3f}; the bound {:.2f}".format(
-                    *found["values"], *found["angles"], found["bound"]),
-            ),
-        ),
-        Claim(
-            "bound", "appendix", "half the probability of a bit is at most 1 / (pi sqrt(1 - x^2))",
-            "a lower bound on [-1, 1]",
-            judge=Judge(_shares, at_most(1), shows=_bounded, of="bound / derivative at all points"),
-        ),
+        Claim("positive", "section 4", "both functions and their first two derivatives are positive on [-1, 1]",
+              "positive", judge=Judge(
+                  _on_curves(_least), above(0).of("inside", "at all points of the open interval, by automatic "
+                                                  "differentiation") & above(0).of("ends", "at both ends"),
+                  above(0).of("inside", "at all points but the ends"), _signs)),
+        Claim("aligned", "figure 1", "the collision probability is a biased approximation of exp(8 (x - 1))",
+              "two curves close to each other", judge=Judge(
+                  _on_curves(_distance), at_most(0.2).of("size", "apart")
+                  & at_least(0.95).of("correlation", "in correlation"),
+                  at_least(0.8).of("correlation", "in correlation"),
+                  "difference {low:+.3f} to {high:+.3f}, correlation {correlation:.3f}".format_map)),
+        Claim("infinite", "section 4", "the derivative of the collision probability goes to infinity at x = 1",
+              "infinity; the bound stays finite", judge=Judge(
+                  _on_curves(_end), Criterion("grows as 8 / (pi sin(angle)), within 10 %, at the last points before 1, "
+                                              "where the bound is at most 4", _steep),
+                  shows=lambda found: (
+                      "{:.0f}, {:.0f}, {:.0f} at angles {:.3f}, {:.3f}, {:.3f}; the bound {:.2f}".format(
+                          *found["values"], *found["angles"], found["bound"])))),
+        Claim("bound", "appendix", "half the probability of a bit is at most 1 / (pi sqrt(1 - x^2))",
+              "a lower bound on [-1, 1]", judge=Judge(
+                  _on_curves(lambda curves: {x: bound / true for x, bound, true in zip(
+                      curves["at"], curves["bound"], curves["collision first"], strict=True)}),
+                  at_most(1), shows=_bounded, of="bound / derivative at all points")),
         Claim("law", "eqs. 5, 20", "codes collide with probability (1 - arccos(x) / pi)^8", "the probability",
               judge=_law("hadamard", "gaussian")),
         Claim("contiguous", "eq. 21", "so do codes of consecutive coordinates of one Hadamard rotation",

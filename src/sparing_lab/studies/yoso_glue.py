@@ -45,19 +45,14 @@ def _cells(settings: Settings) -> list[Cell]:
                 for name in METHODS]  # fmt: skip
     cells = []
     for task in TASKS:
-        for rate, batch in _search(task):
+        searched = [(rate, batch) for rate in (2e-5, 3e-5, 4e-5, 5e-5) for batch in (8, 16, 32)]
+        for rate, batch in searched if task in SEARCHED else [(3e-5, 32)]:
             asked = {"length": 128, "batch": batch, "epochs": 4.0, "rate": rate, "dropout": 0.1, "warmup": 0.1}
             model = settings.model or MODELS["table 2"]
             cells += [_cell(settings, task, model, name, asked) for name in METHODS]
             if settings.model is None and task in TABLE_3["YOSO-32"]:
                 cells.append(_cell(settings, task, MODELS["table 3"], "softmax", asked))
     return cells
-
-
-def _search(task: str) -> list[tuple[float, int]]:
-    if task not in SEARCHED:
-        return [(3e-5, 32)]
-    return [(rate, batch) for rate in (2e-5, 3e-5, 4e-5, 5e-5) for batch in (8, 16, 32)]
 
 
 def _first(settings: Settings) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -59,18 +58,12 @@ def _cells(settings: Settings) -> list[Cell]:
 
 def _text(settings: Settings) -> tuple[str | None, str]:
     """The folder that is read, and the fingerprint of its texts."""
-    found: list[Path] = []
-    if settings.data is not None:
-        found = sorted(path for end in ("txt", "txt.xz", "txt.gz") for path in settings.data.glob(f"*.{end}"))
-    if found:
-        return str(settings.data), read(found, whole=True).fingerprint
-    settings.refuse_unused("*.txt (UTF-8 text, may be .xz or .gz)")
-    if not settings.small:
-        raise ValueError(
-            "data: yoso-pretraining needs DATA/*.txt (UTF-8 text, may be .xz or .gz); --data names the folder. The "
-            "paper's are BookCorpus and English Wikipedia (hub: bookcorpus, wikipedia)"
-        )
-    return None, default().fingerprint
+    found = settings.files(
+        "*.txt", "*.txt.xz", "*.txt.gz", wanted="*.txt (UTF-8 text, may be .xz or .gz)",
+        paper="yoso-pretraining needs DATA/*.txt (UTF-8 text, may be .xz or .gz); --data names the folder. The paper's "
+        "are BookCorpus and English Wikipedia (hub: bookcorpus, wikipedia)",
+    )  # fmt: skip
+    return (str(settings.data), read(found, whole=True).fingerprint) if found else (None, default().fingerprint)
 
 
 def _measure(settings: Settings, cell: Cell) -> list[Row]:

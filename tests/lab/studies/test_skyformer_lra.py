@@ -27,8 +27,7 @@ from sparing_lab.studies._arena import (
     train_one,
     training_cell,
 )
-from sparing_lab.studies._arena_shown import ACCURACY, HOURS, LENGTHS, MEMORY, ratios, spread_of
-from sparing_lab.studies.skyformer_lra import STUDY
+from sparing_lab.studies.skyformer_lra import ACCURACY, HOURS, LENGTHS, MEMORY, STUDY, ratios, spread_of
 from sparing_lab.studies.study import Settings
 from sparing_lab.training.config import Config
 from tests.support.verdicts import changed, others, verdict
@@ -197,7 +196,9 @@ def test_the_matrix_is_exact_attention_and_no_method_of_the_library():
 
 def test_a_models_row():
     setup = Setup(32, 16, 1e-2, 40, 0.1, 8)
-    cell = training_cell("ListOps", LINFORMER, setup, seed=0, data=None, width=16, hidden=16, layers=1, evaluate=20)
+    cell = training_cell(
+        Settings("paper"), "ListOps", LINFORMER, setup, seed=0, data=None, width=16, hidden=16, layers=1, evaluate=20
+    )
     row = train_one(cell)
     assert cell["config"]["method"] == "linformer(rank=8)"
     assert row["held"] == 400
@@ -223,7 +224,7 @@ def test_examples_are_made_once_and_before_the_clock_runs(monkeypatch):
 
 def test_so_many_examples_as_a_cell_says():
     setup = Setup(32, 4, 1e-2, 2, 0.1, 8, examples=(30, 7))
-    cell = training_cell("ListOps", EXACT, setup, seed=0, data=None, width=16, hidden=16, layers=1)
+    cell = training_cell(Settings("paper"), "ListOps", EXACT, setup, seed=0, data=None, width=16, hidden=16, layers=1)
     assert train_one(cell)["held"] == 7
     assert len(examples_of(Config(**cell["config"]), cell["examples"]).train) == 30
 

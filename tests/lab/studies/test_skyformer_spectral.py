@@ -6,7 +6,8 @@ import torch
 import sparing
 from sparing.models import Subject
 from sparing_lab.studies import skyformer_spectral, study
-from sparing_lab.studies._skyformer_spectral import SPECS, initialised, layer_inputs, spectral_errors
+from sparing_lab.studies._loaded import untrained
+from sparing_lab.studies._skyformer_spectral import SPECS, layer_inputs, spectral_errors
 from sparing_lab.studies.rows import pick
 from sparing_lab.studies.skyformer_spectral import BUDGETS, READ
 from sparing_lab.studies.study import Settings
@@ -145,19 +146,19 @@ def small():
     return Subject("small", model, words)
 
 
-def test_initialised_weights_hang_on_the_seed_alone(small):
+def test_untrained_weights_depend_on_the_seed_alone(small):
     state = torch.random.get_rng_state()
-    first, again, other = (initialised(small, seed).model for seed in (5, 5, 6))
+    first, again, other = (untrained(small, seed=seed).model for seed in (5, 5, 6))
     assert torch.equal(torch.random.get_rng_state(), state)
     weights = [model.encoder.layer[0].attention.self.query.weight for model in (small.model, first, again, other)]
     assert torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[1], weights[0])
     assert not torch.equal(weights[1], weights[3])
-    assert not initialised(small, 0).model.training
+    assert not untrained(small).model.training
 
 
 def test_a_model_is_measured_beyond_its_positions(small, monkeypatch):
-    monkeypatch.setattr(skyformer_spectral, "_subject", lambda name: small)
+    monkeypatch.setattr(skyformer_spectral, "loaded", lambda name: small)
     cell = {"model": "small", "seed": 0, "fingerprint": "x", "method": "Nystromformer", "budget": 16}
     found = {
         (weights, length): study(NAME).measure(Settings(), {**cell, "weights": weights, "length": length})["error"]

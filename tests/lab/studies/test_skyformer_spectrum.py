@@ -6,7 +6,7 @@ import torch
 import sparing
 from sparing.sample_text import python_sources
 from sparing_lab.studies._layers import encoder_layers
-from sparing_lab.studies.skyformer_spectrum import STUDY, blocks, mean_row, outputs, ratio, spectrum, untrained
+from sparing_lab.studies.skyformer_spectrum import STUDY, blocks, mean_row, outputs, ratio, spectrum
 from sparing_lab.studies.study import Settings
 from tests.support.small_models import subject
 from tests.support.verdicts import changed, verdict
@@ -104,13 +104,6 @@ def test_a_causal_model_keeps_its_mask():
 def test_a_model_of_one_layer_is_refused():
     with pytest.raises(ValueError, match="has 1 attention layers"):
         outputs(subject("bert", num_hidden_layers=1), torch.arange(3, 43)[None])
-
-
-def test_untrained_weights_are_others_and_always_the_same():
-    model = subject("bert")
-    first, second = untrained(model), untrained(model)
-    assert first.fingerprint == second.fingerprint
-    assert untrained(model, seed=1).fingerprint != first.fingerprint
 
 
 def test_reviews_are_read_where_they_are(tmp_path):

@@ -97,14 +97,14 @@ def test_the_scales_name_their_models_and_lengths():
 
 
 def test_a_model_with_too_few_positions_is_refused(monkeypatch):
-    monkeypatch.setattr(_yoso, "subject", lambda name: SimpleNamespace(positions=512))
+    monkeypatch.setattr(_yoso, "loaded", lambda name: SimpleNamespace(positions=512))
     with pytest.raises(ValueError, match="minilm has 512 positions, and the study needs 1024"):
         _yoso.layers("minilm", 1024)
 
 
 def test_layers_are_those_of_the_first_tokens(monkeypatch):
     small = small_models.subject()
-    monkeypatch.setattr(_yoso, "subject", lambda name: small)
+    monkeypatch.setattr(_yoso, "loaded", lambda name: small)
     found = _yoso.layers("a small one", 32)
     assert len(found) == small.model.config.num_hidden_layers
     assert {seen.query.shape[-2] for seen in found} == {32}
