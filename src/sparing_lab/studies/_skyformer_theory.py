@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparing.maths.linalg import degree_scaled
-from sparing.models import minilm
-from sparing.models.pretrained import Pretrained
 from sparing_lab.studies import skyformer_lift as lift
-from sparing_lab.studies._layers import encoder_layers
-from sparing_lab.studies._loaded import loaded
+from sparing_lab.studies._layers import topic_layers
 from sparing_lab.studies.rows import Cell, Row
 from sparing_lab.studies.skyformer_lift import STARTS, call_of, eigenvalues, iterated, kernel_matrix, lifted, skyformer
 
@@ -35,16 +31,9 @@ def points(data: str, n: int) -> tuple[Tensor, Tensor, float]:
     if data == "normal":
         q, k = 0.58 * torch.randn(2, 1, 1, n, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return q, k, 32**-0.5
-    layer = _layers(n)[int(data.rpartition(" ")[2])]
+    layer = topic_layers("minilm", n)[int(data.rpartition(" ")[2])]
     q, k = (x[:, :HEADS].double() for x in (layer.query, layer.key))
     return q, k, float(q.shape[-1] ** -0.5)
-
-
-@functools.lru_cache(maxsize=4)
-def _layers(n: int) -> list[Any]:
-    """What MiniLM's layers were given for a help topic."""
-    encoder = Pretrained(loaded("minilm").model, loaded("minilm").tokenizer)
-    return encoder_layers(encoder.model, minilm.token_ids(encoder, length=n, documents=1))
 
 
 def _norm(matrix: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.documents import default
 from sparing.transformers.watch import Seen, rehearse
-from sparing_lab.studies._loaded import loaded
+from sparing_lab.studies._layers import loaded
 from sparing_lab.studies.study import Settings
 
 PAPER_MODEL = "uw-madison/yoso-4096"  #: the authors' pretrained model, 4096 positions

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from sparing.contract import Projection
-from sparing.models import minilm
-from sparing.models.pretrained import Pretrained
 from sparing.transformers.watch import Seen
 from sparing_lab.figure import Figure, line, log_ticks, panels, style
-from sparing_lab.studies._layers import encoder_layers
-from sparing_lab.studies._loaded import loaded
+from sparing_lab.studies._layers import topic_layers
 from sparing_lab.studies._mca_bounds import DELTAS, GAUSSIAN, gaussian, row_error, token_error, worst
 from sparing_lab.studies.judges import Criterion, Judge, at_most, each, exponent, listed, rises, within
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, curves, distinct, ends, grouped, over, pick, power
@@ -61,19 +57,11 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return row_error(layer.query, layer.key, layer.value, cell["alpha"], cell["samples"], cell["draws"])
 
 
-@functools.lru_cache(maxsize=8)
-def _layers(source: str, n: int) -> list[Seen]:
-    """What the layers of a model are given, for one text of n tokens."""
-    subject = loaded(source)
-    ids = minilm.token_ids(Pretrained(subject.model, subject.tokenizer), length=n, documents=1)
-    return encoder_layers(subject.model, ids)
-
-
 def _layer(source: str, which: str, n: int) -> Seen:
     """Without the bias, which is exact and would only hide how large an error is."""
     if source == GAUSSIAN:
         return gaussian(n)
-    layers = _layers(source, n)
+    layers = topic_layers(source, n)
     found = layers[0 if which == "first" else -1]
     assert isinstance(found.value, Projection)
     return found._replace(value=found.value._replace(bias=None))

@@ -17,8 +17,7 @@ from sparing.documents import Documents
 from sparing.workbench.prepare import extended
 from sparing_lab.figure import PAPER, Figure, line, log_ticks, panels, style
 from sparing_lab.papers import numbers
-from sparing_lab.studies._layers import encoder_layers
-from sparing_lab.studies._loaded import loaded, untrained
+from sparing_lab.studies._layers import encoder_layers, loaded, untrained
 from sparing_lab.studies._skyformer_spectral import SPECS, LayerInputs, layer_inputs, spectral_errors
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, above, ahead, each, falls
 from sparing_lab.studies.rows import Cell, Row, Rows, curves, distinct, ends, grouped, mean, pick

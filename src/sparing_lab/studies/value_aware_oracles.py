@@ -20,7 +20,7 @@ from sparing.workbench.comparison.quality import quality
 from sparing.workbench.swap import cut, perplexity
 from sparing_lab.figure import Figure, legend_below, panels
 from sparing_lab.studies import _value_aware as oracles
-from sparing_lab.studies._loaded import loaded
+from sparing_lab.studies._layers import loaded
 from sparing_lab.studies._value_aware import WIDTHS, WRONG, Group, buckets, family, groups, spec_of
 from sparing_lab.studies.judges import Criterion, Judge, each
 from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick

@@ -6,7 +6,7 @@ import torch
 import sparing
 from sparing.models import Subject
 from sparing_lab.studies import skyformer_spectral, study
-from sparing_lab.studies._loaded import untrained
+from sparing_lab.studies._layers import untrained
 from sparing_lab.studies._skyformer_spectral import SPECS, layer_inputs, spectral_errors
 from sparing_lab.studies.rows import pick
 from sparing_lab.studies.skyformer_spectral import BUDGETS, READ
