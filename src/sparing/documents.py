@@ -1,4 +1,4 @@
-"""Texts of the user's own, from the files that people have."""
+"""Read the user's documents from text, JSON lines, CSV, TSV and Parquet files."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _Table = list[tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts, and what somebody knows about each."""
+    """Texts with optional labels and second texts."""
 
     name: str
     texts: tuple[str, ...]
     labels: tuple[Any, ...] | None = None
-    empty: int = 0  #: that were left out for having no text
-    pairs: tuple[str, ...] | None = None  #: the second text of each, where documents are pairs
+    empty: int = 0  #: documents that were left out because they have no text
+    pairs: tuple[str, ...] | None = None  #: the second text of each document, where documents are pairs
 
     def __len__(self) -> int:
         return len(self.texts)
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same texts and labels, wherever they came from."""
+        """A hash of the texts, labels and pairs, wherever they were read from."""
         return hashlib.sha256(json.dumps([self.texts, self.labels, self.pairs], default=str).encode()).hexdigest()[:16]
 
 
 def default() -> Documents:
-    """The help topics of Python, which every machine has."""
+    """Return the help topics of Python, which every machine has."""
     return Documents("Python help topics", tuple(python_topics()))
 
 
@@ -57,12 +57,14 @@ def read(
     pair: str | None = None,
     whole: bool = False,
 ) -> Documents:
-    """The documents of a file: `.jsonl`, `.csv`, `.tsv`, `.parquet`, or plain text with one on each line.
+    """Read documents from `.jsonl`, `.csv`, `.tsv` or `.parquet` files, or from plain text with one on each line.
 
-    All but Parquet may be compressed: `.jsonl.xz`, `.txt.gz`. Several files are one collection; "-" is standard input,
-    as plain text. column: where the text is; None: "text", or the only column that there is. label: the column of the
-    labels. allowed: the labels that there may be, as text. pair: the column of a second text, which a document is
-    compared with. whole: a plain text file is one document.
+    paths: several files are one collection. All but Parquet may be compressed (`.jsonl.xz`, `.txt.gz`). "-" is
+        standard input, as plain text.
+    column: the column of the text; None: "text", or the only column.
+    label: the column of the labels. allowed: the labels that are accepted, as text.
+    pair: the column of a second text, which a document is compared with.
+    whole: read a plain text file as one document.
     """
     if not paths:
         raise ValueError("data: no file is named")
@@ -129,7 +131,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _suffix(path: str | Path) -> str:
-    """What the file is, compressed or not."""
+    """Return the suffix that names the format, without that of the compression."""
     if str(path) == "-":
         return ""
     last = Path(path).suffix.lower()
@@ -137,7 +139,7 @@ def _suffix(path: str | Path) -> str:
 
 
 def _unxz(raw: bytes) -> bytes:
-    import lzma  # which not every Python was built with
+    import lzma  # not every Python was built with it
 
     try:
         with lzma.LZMAFile(io.BytesIO(raw)) as file:
@@ -154,12 +156,12 @@ def _ungzip(raw: bytes) -> bytes:
         raise ValueError(error) from None
 
 
-UNPACKED = 2**31  #: bytes that a compressed file may hold: a file of megabytes can be made to hold any number
+UNPACKED = 2**31  #: the most bytes that are unpacked, since a small file can be made to hold any number
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {".xz": _unxz, ".gz": _ungzip}
 
 
 def decoded(path: str | Path) -> str:
-    """The text of a file, unpacked where its name says so; what is wrong with it in one line."""
+    """Return the text of a file, unpacked where its name says so, or raise a ValueError of one line."""
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except FileNotFoundError:
@@ -195,8 +197,8 @@ def _json_lines(path: str | Path) -> _Table:
             raise ValueError(f"data: {path}, line {number} is {type(row).__name__}; each line must be an object")
         if bad := next((name for name, text in row.items() if isinstance(text, str) and has_surrogate(text)), None):
             raise ValueError(
-                f"data: {path}, line {number}: {shown(bad)} has half of a surrogate pair, such as \\ud800, which is no "
-                "character; leave it out"
+                f"data: {path}, line {number}: {shown(bad)} has half of a surrogate pair, such as \\ud800, which is "
+                "not a character; leave it out"
             )
         table.append((f"line {number}", row))
     return table
@@ -204,7 +206,7 @@ def _json_lines(path: str | Path) -> _Table:
 
 def _separated(delimiter: str) -> Callable[[str | Path], _Table]:
     def rows(path: str | Path) -> _Table:
-        # Quotes have no meaning in files of tabs: they stand in the text.
+        # A quotation mark in a TSV file is part of the text.
         quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
         lines = csv.DictReader(io.StringIO(decoded(path)), delimiter=delimiter, quoting=quoting, strict=True)
         table: _Table = []

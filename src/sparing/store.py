@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and results that are kept between runs.
+"""Atomic writes, and a store of results between runs.
 
 Everything that sparing writes goes through `write_files`. What it reads back carries a checksum, so that a file that
-was damaged on the disk is refused or measured again, and never believed.
+was damaged on the disk is refused or measured again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparing.from_json import parse
 
 Cell = Mapping[str, Any]  #: what tells a measurement from all others; JSON
 Check = Callable[[Cell, Any], object]  #: raises ValueError where a kept result is not one of this cell
-FORMAT = 2  #: of kept results; those of format 1 had no checksum, and are measured again
+FORMAT = 2  #: of kept results; results of format 1 had no checksum and are measured again
 CHECKSUM = "sha256"  #: the entry of a JSON object that holds the checksum of all others
 _SEAL = b"\nsparing sha256 "  # before the checksum at the end of a file that is not JSON
 _STALE = 3600  # seconds after which a temporary file was left behind by a process that was killed
@@ -37,11 +37,11 @@ class StoreWarning(UserWarning):
 
 
 def write_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -> None:
-    """Write all files or none, each whole: under temporary names first, renamed when all of them are complete.
+    """Write all files or none, atomically: under temporary names, which are renamed when all files are complete.
 
     contents: path -> text, which is written as UTF-8, or bytes. A path that is a symbolic link is followed.
-    durable: wait until the disk has the content, and remove what killed processes left of the same file. Without it, a
-        power failure may leave an empty file.
+    durable: wait until the disk has the content, and remove temporary files that killed processes left. Without it,
+        a power failure may leave an empty file.
     """
     written: list[tuple[str, Path]] = []
     path = Path()
@@ -71,9 +71,9 @@ def write_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -
 
 
 def _remove_stale(folder: Path, names: str) -> None:
-    """Remove temporary files of processes that were killed; one that was changed lately may be in use.
+    """Remove old temporary files, which killed processes left; a recent one may be in use.
 
-    names: a pattern of the files that they were for. Nothing else in a folder is ours to remove.
+    names: a pattern for the names of the files that they were written for. Other files are not touched.
     """
     pattern = re.compile(rf"\.{names}\.\w+\.part")
     with suppress(OSError):
@@ -98,8 +98,8 @@ def _umask() -> int:
 def add_checksum(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON object with a checksum of its entries.
 
-    It stands first, before an entry that every reader needs, such as the format: bytes that are lost cannot take the
-    checksum and part of the content with them, and leave something that looks as if it were written by hand.
+    The checksum stands first, before an entry that every reader needs, such as the format. So lost bytes cannot remove
+    the checksum and part of the content and leave what looks like a file that was written by hand.
     """
     return {CHECKSUM: _digest(held), **held}
 
@@ -127,7 +127,7 @@ def seal(content: bytes) -> bytes:
 
 
 def unseal(content: bytes) -> bytes:
-    """Return what was sealed, or raise `Damaged`. Bytes without a seal are returned as they are."""
+    """Return sealed bytes without their checksum, or raise `Damaged`. Bytes without one are returned as they are."""
     rest, mark, checksum = content.rpartition(_SEAL)
     if not mark or len(checksum) > 65:
         return content
@@ -137,10 +137,10 @@ def unseal(content: bytes) -> bytes:
 
 
 class Store:
-    """Results in a folder, a file for each cell, with a checksum. Without a folder nothing is kept.
+    """Keep results in a folder: a file with a checksum for each cell. Without a folder nothing is kept.
 
-    optional: warn instead of raising where the folder cannot be written to. What cannot be kept later on, as on a full
-        disk, is always a warning: the results themselves are good. Each warning is given once.
+    optional: warn instead of raising where the folder cannot be written to. A result that cannot be kept later, as on a
+        full disk, is always a warning, since the result itself is good. Each warning is given once.
     """
 
     def __init__(self, folder: str | Path | None, *, optional: bool = False) -> None:
@@ -150,11 +150,11 @@ class Store:
 
     @classmethod
     def of(cls, cache: str | Path | Store | None) -> Store:
-        """Return a store as it is, or the one of a folder."""
+        """Return a store as it is, or make one from a folder."""
         return cache if isinstance(cache, Store) else cls(cache)
 
     def prepare(self) -> None:
-        """Make the folder and try to write to it: an error now is better than one after the first result."""
+        """Create the folder and try to write to it, so that an error comes before the first measurement."""
         if self.folder is None:
             return
         try:
@@ -236,8 +236,8 @@ def _plain(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
 
 
-Place = Path | int  #: a file, a folder with all that is in it, or the number of an open file
-_Key = tuple[int, int]  # of a file: the same for all of its names
+Place = Path | int  #: a file, a folder with everything in it, or a file descriptor
+_Key = tuple[int, int]  # device and inode, which all names of a file share
 
 
 def refuse_overwriting(
@@ -245,10 +245,11 @@ def refuse_overwriting(
     outputs: Iterable[tuple[str, Place]],
     folders: Iterable[tuple[str, Path]] = (),
 ) -> None:
-    """Raise where a file that is written is one that is read, or is written twice, also by way of links.
+    """Raise where an output is also an input, or where two outputs are the same file; links are followed.
 
-    Each is the name of an argument with a place. Of a folder in `outputs`, everything is replaced. folders: those that
-    outputs are in. Such a folder may be inside one that is read, as runs inside their data, but not be the same.
+    inputs, outputs: pairs of an argument's name and its place. Everything in a folder of `outputs` is replaced.
+    folders: where outputs are written. Such a folder may be inside one that is read, as runs inside their data, but it
+        may not be the same folder.
     """
     written: dict[_Key | Path, tuple[str, Path | None]] = {}
     for name, place in outputs:
@@ -292,7 +293,7 @@ def _key(place: Place) -> _Key | None:
 
 
 def _files(place: Place, without: Container[_Key | None] = ()) -> Iterator[tuple[Path | None, _Key]]:
-    """Yield each file of a place that exists, with its key; without: folders that are passed over."""
+    """Yield each existing file of a place with its key; without: keys of folders to skip."""
     key = _key(place)
     if key is None:
         return

@@ -81,7 +81,7 @@ def test_what_has_no_interval():
     assert estimate([2.0]) == type(estimate([2.0]))(2.0, None, None, 1)
     assert estimate([1.0, math.nan]).high is None
     assert estimate([3.0, 3.0]).high == 3.0
-    with pytest.raises(ValueError, match="no mean of nothing"):
+    with pytest.raises(ValueError, match="values is empty; pass at least one number"):
         estimate([])
 
 

@@ -40,7 +40,10 @@ def test_clusters_that_are_not_there():
         cluster("dask", "tcp://127.0.0.1:1"),
     ):
         pass
-    with pytest.raises(ValueError, match="belongs to backend='dask' or 'ray'"), cluster("loky", "somewhere"):
+    with (
+        pytest.raises(ValueError, match="is for backend='dask' or 'ray'; leave it out for processes"),
+        cluster("loky", "somewhere"),
+    ):
         pass
     with pytest.raises(ValueError, match="backend='slurm' is not one of"), cluster("slurm"):
         pass

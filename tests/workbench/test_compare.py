@@ -431,7 +431,7 @@ def test_models_and_texts_that_cannot_be_used(tmp_path):
         compare(subject(), Documents("few", ("x",)))
     with pytest.raises(ValueError, match=r"model: there is no folder /no/such/place"):
         load("/no/such/place")
-    with pytest.raises(ValueError, match=r"model: .* has no tokenizer; save it there, too"):
+    with pytest.raises(ValueError, match=r"model: .* has no tokenizer; save it there: tokenizer"):
         load(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"model: .* cannot be loaded"):

@@ -112,7 +112,7 @@ def test_a_classifier_against_labels():
     names = tuple(one.model.config.id2label[label] for label in exact)
     assert compare(one, Documents("named", tuple(TEXTS), names), metric="f1", **QUICK).rows[0].end == row.end
     for bad in ("no such", ["LABEL_1"], "nan"):
-        with pytest.raises(ValueError, match=r"is no number, nor a class of the model, such as 'LABEL_0'"):
+        with pytest.raises(ValueError, match=r"is not a number, nor a class of the model, such as 'LABEL_0'"):
             compare(one, Documents("bad", tuple(TEXTS), (bad,) * 5), **QUICK)
 
 
@@ -152,7 +152,7 @@ def test_pairs_of_texts():
     same = Documents("same", tuple(TEXTS), (1.0,) * 5, pairs=pairs)
     assert compare(one, same, metric="spearman", tolerance=0.9, **QUICK).rows[0].verdict == "not safe"
     words = Documents("words", tuple(TEXTS), ("yes", "no", "yes", "no", "no"), pairs=pairs)
-    with pytest.raises(ValueError, match=r"label 'yes' is no number"):
+    with pytest.raises(ValueError, match=r"label 'yes' is not a number"):
         compare(one, words, metric="spearman", **QUICK)
     with pytest.raises(ValueError, match=r"pair: .* this is a language model"):
         compare(subject("gpt2"), given, **QUICK)
@@ -191,7 +191,7 @@ def test_metrics_that_a_model_or_its_documents_do_not_have():
             compare(
                 one, TEXTS if message != "a model with a score, or pairs of texts" else LABELLED, metric=name, **QUICK
             )
-    with pytest.raises(ValueError, match=r"metric='neighbours' needs three documents at least"):
+    with pytest.raises(ValueError, match=r"metric='neighbours' needs at least three documents"):
         compare(subject(), TEXTS[:2], metric="neighbours", **QUICK)
     assert next(iter(metrics_of("encoder"))) == metric_of("encoder", None).name == "cosine"
     assert scores("classifier", ends([1], [1], [1])) == {

@@ -1,4 +1,4 @@
-"""A model to measure: a preset, a folder, a name on the hub, or an object that the user has."""
+"""Load the model to measure: a preset, a local folder, a name on the hub, or the user's own object."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sparing.models import minilm, smollm2
 from sparing.store import readable
 
 PRESETS: dict[str, Callable[[], tuple[Any, Any]]] = {"minilm": minilm.load, "smollm2": smollm2.load}
-#: What a model's output is: an embedding, the next token, or classes.
+#: Kinds of models by their output: an embedding, the next token, or classes.
 KINDS = ("encoder", "language model", "classifier")
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model with its tokenizer."""
+    """A model to measure, with its tokenizer and a name."""
 
     name: str
     model: Any
@@ -38,19 +38,19 @@ class Subject:
 
     @property
     def positions(self) -> int | None:
-        """The longest input that the model was made for; None if nobody says."""
+        """The longest input that the model was made for, or None if its config does not say."""
         config = self.model.config
         found: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
         if found is None:
             return None
-        # RoBERTa's positions, and those of its descendants, start behind the padding's.
+        # RoBERTa's positions, and those of its descendants, start after that of the padding.
         tables = [part for name, part in self.model.named_modules() if name.endswith("position_embeddings")]
         padding = next((x for table in tables if (x := getattr(table, "padding_idx", None)) is not None), -1)
         return found - padding - 1
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same architecture and weights."""
+        """A hash of the architecture, the config and the weights."""
         digest = hashlib.sha256(type(self.model).__name__.encode())
         settings = {k: v for k, v in self.model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_IT}
         digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
@@ -60,12 +60,12 @@ class Subject:
         return digest.hexdigest()[:16]
 
     def run(self, ids: Tensor, types: Tensor | None = None) -> Any:
-        """The model's output for the tokens [n] of one document, alone and unpadded; types: see `encode_pairs`."""
+        """Run the model on the tokens [n] of one document, unpadded; types: see `encode_pairs`."""
         kinds = {} if types is None else {"token_type_ids": types[None].to(self.model.device)}
         return self.model(input_ids=ids[None].to(self.model.device), **kinds, **self._extra)
 
     def run_batch(self, rows: Sequence[Tensor], types: Sequence[Tensor] | None = None) -> Any:
-        """The model's output for several documents at once, padded on the right, as a loop over batches would."""
+        """Run the model on several documents as one batch, padded on the right."""
         longest = max(len(ids) for ids in rows)
         padding = getattr(self.tokenizer, "pad_token_id", None) or 0
         ids = torch.full((len(rows), longest), padding)
@@ -84,7 +84,7 @@ class Subject:
         return {"use_cache": False} if self.kind == "language model" else {}
 
     def encode(self, texts: Sequence[str], length: int) -> tuple[list[Tensor], int]:
-        """Token ids [n] of each text, at most `length`, and how many texts were longer."""
+        """Return token ids [n] of each text, at most `length`, and how many texts were truncated."""
         rows, longer = [], 0
         for text in texts:
             ids = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
@@ -97,10 +97,10 @@ class Subject:
     def encode_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], length: int
     ) -> tuple[list[Tensor], list[Tensor] | None, int]:
-        """Two texts as one document, the way classifiers of pairs read them: token ids [n], at most `length`.
+        """Encode two texts as one document, as classifiers of pairs read them.
 
-        Also which of the two each token is of, where the model wants to know that, and how many were longer. The longer
-        text is cut first.
+        Return token ids [n] of each document, at most `length`; the token types where the tokenizer gives them, else
+        None; and how many documents were truncated. The longer text is truncated first.
         """
         found, longer = [], 0
         for text, pair in zip(texts, pairs, strict=True):
@@ -120,12 +120,12 @@ _NOT_IT = ("transformers_version", "sparing", "attn_implementation", "name_or_pa
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says; its kind, where it says nothing."""
+    """Return the first line of an error's message, or its class name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def load(name: str) -> Subject:
-    """A preset (`minilm`, `smollm2`), a local folder, or a name on the hub, in float32 and evaluation mode."""
+    """Load a preset (`minilm`, `smollm2`), a local folder or a name on the hub, in float32 and evaluation mode."""
     if name in PRESETS:
         model, tokenizer = PRESETS[name]()
         return Subject(name, model, tokenizer)
@@ -136,7 +136,7 @@ def load(name: str) -> Subject:
     if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "~", "/"))):
         raise ValueError(f"model: there is no folder {name}; presets are {', '.join(PRESETS)}")
     if Path(name).is_dir() and not any(found.name.startswith(_TOKENIZERS) for found in Path(name).iterdir()):
-        raise ValueError(f"model: {name} has no tokenizer; save it there, too: tokenizer.save_pretrained(...)")
+        raise ValueError(f"model: {name} has no tokenizer; save it there: tokenizer.save_pretrained(...)")
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         wanted = (config.architectures or [""])[0]
@@ -148,13 +148,13 @@ def load(name: str) -> Subject:
             auto = transformers.AutoModel
         model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # whatever is wrong with the files
+    except Exception as error:  # files can be wrong in any way
         raise ValueError(f"model: {name} cannot be loaded: {first_line(error)}") from None
     missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # which an embedding does not use
     if missing:
         raise ValueError(
-            f"model: {name} has no weights for {missing[0]}{' and others' * (len(missing) > 1)}, which would be drawn "
-            "at random; train it first, or save it as what it is"
+            f"model: {name} has no weights for {missing[0]}{' and others' * (len(missing) > 1)}, which would be "
+            "initialised at random; train it first, or save it with the architecture that it has"
         )
     path = Path(name)
     of_a_run = path.name == "model" and path.parent.name  # where `sparing train` writes it

@@ -1,1 +1,1 @@
-"""Measure a call or a model: how wrong, how much work, how fast, and what follows from it."""
+"""Measure the error, the work and the speed of a call or a model, and draw conclusions."""

@@ -1,4 +1,4 @@
-"""How often something happens, from how often it was seen: exact bounds, without tables."""
+"""Exact bounds of a binomial rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 
 def upper_bound(violations: int, count: int, confidence: float) -> float:
-    """Clopper and Pearson's one-sided bound of a rate: a larger one gives so few violations too rarely.
+    """Return the upper bound of Clopper and Pearson for the rate of violations.
 
     >>> round(upper_bound(0, 29, 0.95), 4), round(upper_bound(2, 61, 0.95), 4)
     (0.0981, 0.0996)
@@ -17,7 +17,7 @@ def upper_bound(violations: int, count: int, confidence: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def rate_of(violations: int, count: int, probability: float) -> float:
-    """The rate at which so many violations, or fewer, have this probability; by bisection, from above."""
+    """Return the rate at which at most so many violations have this probability, by bisection, rounded up."""
     if violations >= count:
         return 1.0
     if violations == 0:
@@ -30,7 +30,7 @@ def rate_of(violations: int, count: int, probability: float) -> float:
 
 
 def at_most(violations: int, count: int, rate: float) -> float:
-    """The binomial probability of so many violations or fewer."""
+    """Return the binomial probability of at most so many violations."""
     if not 0 < rate < 1:
         return float(rate <= 0 or violations >= count)
     whole, hit, miss = math.lgamma(count + 1), math.log(rate), math.log1p(-rate)

@@ -1,4 +1,4 @@
-"""One attention call of a layer, as SDPA makes it and as a method does, ready to be timed."""
+"""Build timed calls from one recorded attention call: by SDPA and by a method."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Side = Callable[[], object]
 
 
 def samples_values(method: Method, seen: Seen) -> bool:
-    """Whether the method does the work of the values' linear layer, too, so that its rival must."""
+    """Return whether the method also does the work of the value layer, so that exact attention must do it, too."""
     return method.supports.projection and isinstance(seen.value, Projection)
 
 
 def exact_side(seen: Seen, *, with_values: bool) -> Side:
-    """SDPA, and the values' linear layer, if it is to count."""
+    """Return a call of SDPA; with_values: include the value layer."""
     mask, ready = seen.call["attn_mask"], seen.projected
     return lambda: scaled_dot_product_attention(
         seen.query, seen.key, seen.projected if with_values else ready, attn_mask=mask,
@@ -33,15 +33,15 @@ def exact_side(seen: Seen, *, with_values: bool) -> Side:
 
 
 def method_side(seen: Seen, method: Method) -> Side:
-    """The method on the same call."""
+    """Return a call of the method on the same inputs."""
     value = seen.value if samples_values(method, seen) else seen.projected
     call = {**seen.call, "method": method}
     return lambda: attention(seen.query, seen.key, value, **call)
 
 
 def middle_calls(subject: Subject, rows: Sequence[Tensor], specs: Sequence[str]) -> list[Seen]:
-    """What the middle layer, of those that can run one of the methods, is given for each document [n]."""
-    # A method on the value layer is shown that layer's input, which serves the others, too.
+    """Return the call of the middle layer for each document [n], among layers that can run one of the methods."""
+    # A method that works on the value layer records that layer's input, from which all others can be served.
     for spec in sorted(specs, key=lambda spec: not _method(spec).supports.projection):
         found = []
         try:

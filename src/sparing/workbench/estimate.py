@@ -1,4 +1,4 @@
-"""A mean with the interval that few measurements allow."""
+"""Means and other statistics with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, and its 95 % interval by Student's distribution; None where a single number allows none."""
+    """A mean with its 95 % interval; the ends are None where a single number allows none."""
 
     mean: float
     low: float | None
@@ -32,13 +32,13 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
-    """The mean of independent measurements, one for each document, say.
+    """Return the mean of independent measurements, such as one for each document, with Student's interval.
 
     >>> estimate([1.0, 2.0, 3.0]).high
     4.484...
     """
     if not values:
-        raise ValueError("values is empty: there is no mean of nothing")
+        raise ValueError("values is empty; pass at least one number")
     mean = statistics.fmean(values)
     if len(values) == 1 or not all(map(math.isfinite, values)):
         return Estimate(mean, None, None, len(values))
@@ -47,7 +47,7 @@ def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
 
 
 def proportion(happened: float, count: int, *, level: float = 0.95) -> Estimate:
-    """How often something happens, by Clopper and Pearson: four documents that agree do not show that all do.
+    """Return a rate with the interval of Clopper and Pearson, which is wide for few documents that all agree.
 
     >>> round(proportion(0, 4).high, 2)
     0.6
@@ -60,7 +60,7 @@ def proportion(happened: float, count: int, *, level: float = 0.95) -> Estimate:
 
 
 def jackknife(statistic: Callable[[Sequence[T]], float], items: Sequence[T]) -> Estimate:
-    """A statistic of all items, with the interval that leaving out one at a time gives; for a mean that of `estimate`.
+    """Return a statistic of all items with its jackknife interval; for a mean that is the interval of `estimate`.
 
     >>> jackknife(lambda some: sum(some) / len(some), [1.0, 2.0, 3.0]).high
     4.484...
@@ -77,7 +77,7 @@ def jackknife(statistic: Callable[[Sequence[T]], float], items: Sequence[T]) -> 
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """The p of y ~ x^p that fits best: the slope of log y against log x.
+    """Return the p of y ~ x^p that fits best: the slope of log y against log x.
 
     >>> exponent([1.0, 2.0, 4.0], [3.0, 12.0, 48.0])
     2.0
@@ -86,7 +86,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def student(probability: float, freedom: int) -> float:
-    """The quantile of Student's distribution, by bisection of its distribution function."""
+    """Return the quantile of Student's distribution, by bisection of its distribution function."""
     low, high = 0.0, 1.0
     while _below(high, freedom) < probability:
         low, high = high, 2 * high
@@ -97,7 +97,7 @@ def student(probability: float, freedom: int) -> float:
 
 
 def _below(t: float, freedom: int) -> float:
-    """P(T <= t) for t >= 0: the finite series in the angle, Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Return P(T <= t) for t >= 0, by the finite series in the angle, Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     term = total = cosine if freedom % 2 else 1.0

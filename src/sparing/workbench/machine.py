@@ -1,4 +1,4 @@
-"""The machine that a figure was measured on."""
+"""Describe the machine that a figure was measured on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparing.version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """Processor, instruction set of the kernels, versions, threads; nothing that names the host or its user."""
+    """Return processor, instruction set, versions and threads; nothing that identifies the host or its user."""
     kernels = native.info()
     return {
         "cpu": _cpu(),

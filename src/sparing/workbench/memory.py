@@ -1,7 +1,7 @@
-"""Peak memory of a call, as the operating system saw it.
+"""Peak memory of a call, as the operating system counts it.
 
 torch counts its own allocations only, and a kernel's scratch is not among them. Linux keeps the largest resident size
-of a process (`VmHWM`) and starts over when a 5 is written to `/proc/self/clear_refs`, so that everything counts:
+of a process (`VmHWM`) and resets it when a 5 is written to `/proc/self/clear_refs`, so that everything counts:
 tensors, scratch, thread stacks. The size before the call is subtracted.
 
 Memory that the C library keeps for later would hide what a call takes from it, so it is handed back first
@@ -20,10 +20,10 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def peak_extra_bytes(call: Callable[[], object]) -> int | None:
-    """The most memory that the process held during the call, less what it held before; None where nobody can tell.
+    """Return the peak memory of the process during the call minus that before it, or None if it cannot be read.
 
-    The result of the call counts, its inputs do not. Call it once before, so that nothing that happens only once is
-    measured. Other threads of the process are measured too.
+    The result of the call counts, its inputs do not. Run the call once before, so that
+    one-time allocations are not measured. Other threads of the process are measured too.
     """
     if not can_measure():
         return None
@@ -35,7 +35,7 @@ def peak_extra_bytes(call: Callable[[], object]) -> int | None:
 
 
 def can_measure() -> bool:
-    """Whether this system keeps a peak that can be reset: Linux with its C library."""
+    """Return whether this system keeps a peak that can be reset: Linux with glibc."""
     if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"):
         return False
     try:
@@ -46,7 +46,7 @@ def can_measure() -> bool:
 
 
 def available_bytes() -> int | None:
-    """Memory that can still be taken without swapping; None where nobody can tell."""
+    """Return the memory available on this machine without swapping, or None if it cannot be read."""
     try:
         return _entry(Path("/proc/meminfo"), "MemAvailable")
     except (OSError, LookupError):

@@ -1,4 +1,4 @@
-"""What "wrong" means at the end of a model: changes of single documents, or of a score over all of them."""
+"""Metrics of how an approximation changes a model's output: of single documents, or of a score over all of them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from sparing.workbench.estimate import Estimate, estimate, jackknife, proportion
 if TYPE_CHECKING:
     from sparing.workbench.prepare import Prepared
 
-End = dict[str, float]  #: what is known about a document: see `ends.END_OF`, and its `label`
+End = dict[str, float]  #: figures of one document: those of `outputs.END_OF`, and its `label`
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How far an approximated model is from the exact one; 0 where nothing changed."""
+    """A measure of how far an approximated model is from the exact one; 0 where nothing changed."""
 
     name: str
-    kinds: tuple[str, ...]  #: of models that have it
+    kinds: tuple[str, ...]  #: kinds of models that have the metric
     words: str
     each: Callable[[End], float] | None = None  #: the change of one document
-    score: Callable[[Sequence[End], str], float] | None = None  #: or a score of all; the word before a name: "exact_"
-    needs: tuple[str, ...] = ("change",)  #: what must be known about the documents
-    counts: bool = False  #: whether documents change or do not: 1 or 0
+    score: Callable[[Sequence[End], str], float] | None = (
+        None  #: or a score of all; takes the prefix of names: "exact_" or ""
+    )
+    needs: tuple[str, ...] = ("change",)  #: figures that each document must have
+    counts: bool = False  #: whether the change of a document is 0 or 1
 
     def fits(self, ends: Sequence[End]) -> bool:
-        """Whether enough is known about these documents."""
+        """Return whether the documents have all figures that the metric needs."""
         return all(name in end for end in ends for name in self.needs)
 
     def change(self, by_seed: Sequence[Sequence[End]]) -> Estimate:
-        """Over documents, with its 95 % interval: of means over the seeds."""
+        """Return the mean change over documents with its 95 % interval; each document counts by its mean over seeds."""
         documents = list(zip(*by_seed, strict=True))
         if self.each is None:
             return self._loss(documents)
@@ -43,7 +45,7 @@ class Metric:
         return proportion(sum(values), len(values)) if self.counts else estimate(values)
 
     def _loss(self, documents: Sequence[tuple[End, ...]]) -> Estimate:
-        """The exact model's score less the approximated one's."""
+        """Return the score of the exact model minus that of the approximated one."""
         score = self.score
         assert score is not None
 
@@ -54,18 +56,18 @@ class Metric:
         found = jackknife(loss, documents)
         if found.low != found.high or found.low is None:
             return found
-        most = proportion(0, found.count).high  # nothing moved, as far as so many can tell
+        most = proportion(0, found.count).high  # nothing changed, as far as so few documents can show
         assert most is not None
         return Estimate(found.mean, found.mean - most, found.mean + most, found.count)
 
 
 def accuracy(ends: Sequence[End], which: str) -> float:
-    """The share of documents whose class is their label."""
+    """Return the share of documents whose class is their label."""
     return sum(end[f"{which}class"] == end["label"] for end in ends) / len(ends)
 
 
 def f1(ends: Sequence[End], which: str) -> float:
-    """F1 of class 1 of a model of two, else the mean of the labels' classes (macro); NaN where nothing is class 1."""
+    """Return F1 of class 1 for two classes, else macro F1 over the labels; NaN where nothing is of class 1."""
     found, wanted = [end[f"{which}class"] for end in ends], [end["label"] for end in ends]
     scores = []
     for one in [1.0] if ends[0]["classes"] == 2 else sorted(set(wanted)):
@@ -76,20 +78,20 @@ def f1(ends: Sequence[End], which: str) -> float:
 
 
 def spearman(ends: Sequence[End], which: str) -> float:
-    """Rank correlation of the model's scores with the labels; NaN where all are equal."""
+    """Return the rank correlation of the model's scores with the labels; NaN where all are equal."""
     return rank_correlation(
         *(torch.tensor([end[name] for end in ends], dtype=torch.float64) for name in (f"{which}score", "label"))
     )
 
 
 def pearson(ends: Sequence[End], which: str) -> float:
-    """Correlation of the model's scores with the labels; NaN where all are equal."""
+    """Return Pearson's correlation of the model's scores with the labels; NaN where all are equal."""
     pairs = torch.tensor([[end[f"{which}score"], end["label"]] for end in ends], dtype=torch.float64)
     return float(pairs.mT.corrcoef()[0, 1])
 
 
 def matthews(ends: Sequence[End], which: str) -> float:
-    """Correlation of classes with labels (Matthews; Gorodkin for more than two); 0 where one of them is constant."""
+    """Return Matthews correlation of classes with labels (Gorodkin's beyond two); 0 where one of them is constant."""
     found, wanted = [end[f"{which}class"] for end in ends], [end["label"] for end in ends]
     hits, count = sum(a == b for a, b in zip(found, wanted, strict=True)), len(ends)
     kinds = {*found, *wanted}
@@ -99,7 +101,7 @@ def matthews(ends: Sequence[End], which: str) -> float:
 
 
 def nearest_accuracy(ends: Sequence[End], which: str) -> float:
-    """The share of documents whose nearest other document has their label."""
+    """Return the share of documents whose nearest other document has their label."""
     return sum(end[f"{which}neighbour_label"] == end["label"] for end in ends) / len(ends)
 
 
@@ -154,12 +156,12 @@ _ALL = (
 
 
 def metrics_of(kind: str) -> dict[str, Metric]:
-    """By name, the usual one first."""
+    """Return the metrics of a kind of model by name, the default first."""
     return {metric.name: metric for metric in _ALL if kind in metric.kinds}
 
 
 def metric_of(kind: str, name: str | None) -> Metric:
-    """The one of that name; None: the usual one for this kind of model."""
+    """Return the metric of that name; None: the default for this kind of model."""
     known = metrics_of(kind)
     if name is not None and name not in known:
         raise ValueError(f"metric={name!r} is not one of {', '.join(known)}, which a model of this kind ({kind}) has")
@@ -167,12 +169,12 @@ def metric_of(kind: str, name: str | None) -> Metric:
 
 
 def refuse_metric(metric: Metric, given: Prepared) -> None:
-    """Raise, before anything is measured, where it cannot be told of these documents."""
+    """Raise, before anything is measured, where these documents or this model lack what the metric needs."""
     config, kind = given.subject.model.config, given.subject.kind
     classes = config.num_labels if kind == "classifier" else 0
     lacks = {
         "label": given.labels is None and "labels: name their column with --label",
-        "neighbour": len(given.rows) < 3 and "three documents at least",
+        "neighbour": len(given.rows) < 3 and "at least three documents",
         "neighbour_label": given.pairs is not None and "single documents, not pairs",
         "class": classes == 1 and "a model with classes, and this one has a score",
         "agreement": classes == 1 and "a model with classes, and this one has a score",
@@ -184,7 +186,7 @@ def refuse_metric(metric: Metric, given: Prepared) -> None:
 
 
 def scores(kind: str, ends: Sequence[End]) -> dict[str, float]:
-    """All scores against labels that these documents allow, of the exact model and of the approximated one."""
+    """Return all scores against labels that these documents allow, of the exact and the approximated model."""
     found: End = {}
     for metric in metrics_of(kind).values():
         if metric.score is not None and metric.fits(ends):

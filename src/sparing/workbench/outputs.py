@@ -1,4 +1,4 @@
-"""What happened at the end of a model: outputs in little, as plain data, and what tells two of them apart."""
+"""Digests of a model's outputs as plain data, and figures that compare two of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from sparing.from_json import build
 from sparing.models import Subject
 
-Digest = dict[str, Any]  #: of one document's output; numbers and lists of them, so that JSON keeps it to the bit
+Digest = dict[str, Any]  #: of one document's output: numbers and lists of them, which JSON keeps to the bit
 
 
 def digest(subject: Subject, ids: Tensor, output: Any, *, item: int = 0) -> Digest:
-    """What is kept of the model's output for the tokens [n] of a document: all that `END_OF` looks at.
+    """Return what `END_OF` needs of the model's output for the tokens [n] of a document.
 
-    item: which of the batch, where nothing in it is padded.
+    item: the number of the document in a batch without padding.
     """
     if subject.kind == "encoder":
         return {"embedding": output.last_hidden_state[item].double().mean(0).tolist()}
@@ -60,7 +60,7 @@ def check_digest(kind: str, kept: Any) -> None:
 
 
 def embedding(kept: Digest) -> Tensor:
-    """Of an encoder's digest."""
+    """Return the embedding in an encoder's digest."""
     return torch.tensor(kept["embedding"], dtype=torch.float64)
 
 
@@ -70,7 +70,7 @@ def _of_encoder(exact: Digest, found: Digest) -> dict[str, float]:
 
 
 def _of_language_model(exact: Digest, found: Digest) -> dict[str, float]:
-    """Losses in nats per token; `change`: of the perplexity."""
+    """Compare losses in nats per token; `change` is that of the perplexity."""
     same = [a == b for a, b in zip(exact["next"], found["next"], strict=True)]
     change = float(torch.tensor(found["loss"] - exact["loss"]).double().expm1())
     agree = sum(same) / len(same)
@@ -78,7 +78,7 @@ def _of_language_model(exact: Digest, found: Digest) -> dict[str, float]:
 
 
 def _of_classifier(exact: Digest, found: Digest) -> dict[str, float]:
-    """`change`: the largest difference of a class's probability, or of the score, if there is one only."""
+    """Compare classes; `change` is the largest difference of a class's probability, or of the only score."""
     a, b = (torch.tensor(kept["logits"], dtype=torch.float64) for kept in (exact, found))
     if len(a) == 1:
         return {"exact_score": float(a), "score": float(b), "change": abs(float(a - b))}
@@ -94,13 +94,13 @@ def _of_classifier(exact: Digest, found: Digest) -> dict[str, float]:
     }
 
 
-#: What is said about a document, by kind of model, from the digests of its two outputs, the exact one first;
-#: `change` is 0 where nothing happened.
+#: Figures of a document by kind of model, from the digests of its two outputs, the exact one first;
+#: `change` is 0 where nothing changed.
 END_OF = {"encoder": _of_encoder, "language model": _of_language_model, "classifier": _of_classifier}
 
 
 def end_of(kind: str, exact: Sequence[Digest], found: Sequence[Digest]) -> dict[str, float]:
-    """What is said about a document of one text, or of two: means, and how similar the two are (`score`)."""
+    """Return the figures of a document of one text or two: means, and the similarity of the two (`score`)."""
     each = [END_OF[kind](a, b) for a, b in zip(exact, found, strict=True)]
     means = {name: sum(end[name] for end in each) / len(each) for name in each[0]}
     if len(each) == 1:
@@ -112,9 +112,9 @@ def end_of(kind: str, exact: Sequence[Digest], found: Sequence[Digest]) -> dict[
 
 
 def nearest(outputs: Sequence[tuple[Digest, Digest]]) -> list[dict[str, float]]:
-    """The number of each document's nearest other document by the cosine, exactly and approximated.
+    """Return the number of each document's nearest other document by cosine, exact and approximated.
 
-    Empty where there are no embeddings, or fewer than three: two documents are always each other's.
+    The list is empty without embeddings, or with fewer than three: two documents are always each other's nearest.
     """
     if len(outputs) < 3 or "embedding" not in outputs[0][0]:
         return []

@@ -1,4 +1,4 @@
-"""What a measurement of a model starts from: the model, wherever it comes from, and documents as tokens."""
+"""Prepare a measurement: load the model and encode the documents."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from sparing.models import Subject, load
 from sparing.transformers.positions import extend_positions
 from sparing.transformers.watch import is_approximated
 
-ModelSource = tuple[str, int | None, str] | Subject  #: a model, or its name, its new positions and its fingerprint
+ModelSource = tuple[str, int | None, str] | Subject  #: a model, or its name, its extended positions and its fingerprint
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A model and documents that it can read."""
+    """A model with encoded documents."""
 
     subject: Subject
-    source: ModelSource  #: for other processes, which load a model by its name, where it has one
+    source: ModelSource  #: what other processes load the model from: its name, if it has one
     rows: tuple[Tensor, ...]  #: token ids of each document
-    pairs: tuple[Tensor, ...] | None  #: those of a second text of each
-    labels: tuple[float, ...] | None  #: of each, if somebody knows
+    pairs: tuple[Tensor, ...] | None  #: token ids of a second text of each document
+    labels: tuple[float, ...] | None  #: of each document, if there are labels
     data: str  #: a name for the documents
     data_fingerprint: str
-    longer: int  #: documents that were cut
+    longer: int  #: documents that were truncated
     skipped: int  #: documents without text, or of one token
-    types: tuple[Tensor, ...] | None = None  #: which of two texts each token is of, where a classifier reads two as one
+    types: tuple[Tensor, ...] | None = None  #: token types, where a classifier reads two texts as one
 
     @property
     def tokens(self) -> int:
-        """Of the longest document."""
+        """The length of the longest document."""
         return max(len(ids) for ids in self.rows)
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens: what a model makes of them depends on nothing else."""
+        """A hash of the tokens, on which alone the model's output depends."""
         beside = [part for part in (self.pairs, self.types) if part is not None]
         return " with ".join(fingerprint(part) for part in (self.rows, *beside))
 
@@ -64,7 +64,7 @@ def prepare(
     documents: int,
     extend: bool = False,
 ) -> Prepared:
-    """Load what has a name, cut what is too long, leave out what is empty; documents: at most so many, the first."""
+    """Load the model, and encode at most `documents` of the first texts, truncated, without empty ones."""
     if isinstance(texts, str):
         raise ValueError(f"texts={texts[:40]!r} must be a list, not one string")
     if documents < 1:
@@ -73,7 +73,7 @@ def prepare(
         raise ValueError(f"length={length} must be at least 2")
     subject = _subject(model, tokenizer)
     if is_approximated(subject.model):
-        raise ValueError("model: it is approximated already, and would be compared with itself; restore it first")
+        raise ValueError("model: it is approximated already and would be compared with itself; restore it first")
     limit, new = subject.positions, None
     if length is not None and limit is not None and length > limit:
         if not extend:
@@ -111,19 +111,19 @@ def prepare(
 
 
 def extended(subject: Subject, length: int) -> Subject:
-    """A copy with room for so many tokens."""
+    """Return a copy whose learned positions are repeated for so many tokens."""
     model = extend_positions(copy.deepcopy(subject.model), length)
     return Subject(f"{subject.name} with positions for {length}", model, subject.tokenizer)
 
 
 def fetched(source: ModelSource) -> Subject:
-    """The model, in whichever process this is."""
+    """Return the model, in whichever process this is."""
     return source if isinstance(source, Subject) else _loaded(*source)
 
 
 @functools.lru_cache(maxsize=1)
 def _loaded(name: str, length: int | None, fingerprint: str) -> Subject:
-    """For a process that may be used again after the files have changed."""
+    """Load a model once per process, and refuse one whose files have changed since."""
     found = load(name) if length is None else extended(load(name), length)
     if found.fingerprint != fingerprint:
         raise ValueError(f"model: {name} has changed while it was measured")
@@ -131,13 +131,13 @@ def _loaded(name: str, length: int | None, fingerprint: str) -> Subject:
 
 
 def fingerprint(rows: Sequence[Tensor]) -> str:
-    """Of token ids."""
+    """Return a hash of token ids."""
     return hashlib.sha256(json.dumps([ids.tolist() for ids in rows]).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Without dropout; every part of the model is given back as it was."""
+    """Put the model into evaluation mode; the mode of every module is restored afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -160,7 +160,7 @@ def _subject(model: Any, tokenizer: Any) -> Subject:
 
 
 def _label(label: Any, subject: Subject, paired: bool) -> float:
-    """A number: of a class by its name, or as it is."""
+    """Return a label as a number: the class of that name, or the number itself."""
     known = getattr(subject.model.config, "label2id", None) or {}
     if subject.kind == "classifier" and isinstance(label, str) and label in known:
         return float(known[label])
@@ -175,4 +175,4 @@ def _label(label: Any, subject: Subject, paired: bool) -> float:
     names = (
         f", nor a class of the model, such as {next(iter(known))!r}" if subject.kind == "classifier" and known else ""
     )
-    raise ValueError(f"label {label!r} is no number{names}")
+    raise ValueError(f"label {label!r} is not a number{names}")

@@ -1,4 +1,4 @@
-"""Wall-clock time as a ratio: all sides interleaved in one run, so that they meet the same noise."""
+"""Wall-clock times with all sides interleaved in one run, so that ratios compare under the same noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARGIN = 1.03  #: a speed ratio below it may be noise
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """With so many threads of torch."""
+    """Set the number of torch's threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -33,9 +33,9 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The median and the quartiles; a single value is all three."""
+    """Return the median and the quartiles; a single value is all three."""
     if not values:
-        raise ValueError("values is empty: there is no median of nothing")
+        raise ValueError("values is empty; pass at least one number")
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return Interval(statistics.median(values), low, high)
 
@@ -43,12 +43,12 @@ def interval(values: Sequence[float]) -> Interval:
 def race(
     sides: Sequence[Callable[[], object]], rounds: Sequence[int], calls: Sequence[int] | None = None
 ) -> list[list[float]]:
-    """Seconds per call of every side, one number for each of its rounds.
+    """Return the seconds per call of every side, one number for each of its rounds.
 
     Round i times each side once, in an order that alternates; a side with fewer rounds stays out of the later ones.
-    So number i of two sides were taken next to each other.
+    So the times of two sides in the same round were taken next to each other.
 
-    calls: how often a side is called in a round, so that short ones can be told from the grain of the clock.
+    calls: how often a side is called in a round; short calls need several for the resolution of the clock.
     """
     found: list[list[float]] = [[] for _ in sides]
     for number in range(max(rounds, default=0)):
@@ -65,7 +65,7 @@ def race(
 
 
 def speed_ratio(baseline: Callable[[], object], candidate: Callable[[], object], *, rounds: int = 9) -> Interval:
-    """Seconds of the baseline / seconds of the candidate, round by round: above 1 the candidate is faster.
+    """Return seconds of the baseline / seconds of the candidate, round by round: above 1 the candidate is faster.
 
     Each round times both once, in alternating order, after one warm-up.
     """

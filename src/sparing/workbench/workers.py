@@ -1,4 +1,4 @@
-"""Workers for a sweep: processes of this machine, or a cluster that joblib knows."""
+"""Connect joblib to workers: processes of this machine, or a Dask or Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def cluster(backend: str, address: str | None = None, jobs: int | None = None) -> Iterator[str | None]:
-    """The name of joblib's backend while the cluster is connected; None for plain processes.
+    """Connect to a cluster and yield the name of joblib's backend, or None for plain processes.
 
-    backend: "loky" (processes), "dask" or "ray". address: of a running scheduler; None starts `jobs` workers here.
+    backend: "loky" (processes), "dask" or "ray". address: that of a running scheduler; None starts `jobs` workers here.
     """
     if backend == "loky":
         if address is not None:
-            raise ValueError(f"cluster={address!r} belongs to backend='dask' or 'ray'")
+            raise ValueError(f"cluster={address!r} is for backend='dask' or 'ray'; leave it out for processes")
         yield None
     elif backend == "dask":
         try:

@@ -1,4 +1,4 @@
-"""Speed and memory of every method against exact attention over the length, in one run."""
+"""Measure speed and memory of every method against exact attention at growing lengths, in one run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sparing.workbench.machine import machine
 from sparing.workbench.timing import interval, race, threads
 
 METHODS: tuple[str, ...] = (*dict.fromkeys(target.method for target in TARGETS), "monte_carlo(alpha=0.2)")
-GATE_LENGTH = 1000  # no multiple of a block, so that remainders count
+GATE_LENGTH = 1000  # not a multiple of a block, so that remainders are checked
 
 _MOST_ROUNDS = 9
 _SHARE = 4  # rounds of a side may take this part of `seconds`, unless that makes fewer than three
@@ -53,12 +53,12 @@ Progress = Callable[[str, int, int], None]
 
 
 def bench(settings: BenchSettings, *, progress: Progress = lambda text, done, steps: None) -> Bench:
-    """Measure everything that `settings` asks for. `progress` hears what comes next, steps done and steps in all.
+    """Measure everything that `settings` asks for. `progress` is called with the next step, steps done and all steps.
 
-    Each length is one race: every round times all methods, SDPA and public implementations, so that every ratio is
-    between neighbours in time. A side is left out where its time, extended from the lengths before, exceeds `seconds`
-    for two rounds, or its memory what is free; results are never extrapolated. A method that differs from its
-    reference does not take part.
+    Each length is one race: every round times all methods, SDPA and public implementations, so that both
+    times of a ratio are taken next to each other. A side is left out where its time, extrapolated from shorter lengths,
+    exceeds `seconds` for two rounds, or its memory what is available; results are never extrapolated. A method that
+    differs from its reference is left out.
     """
     start = time.perf_counter()
     chosen = [method(spec) for spec in settings.methods]
@@ -96,18 +96,18 @@ def bench(settings: BenchSettings, *, progress: Progress = lambda text, done, st
 
 @dataclass(kw_only=True)
 class _Side:
-    """A method, SDPA or a public implementation, and what it took at the lengths before."""
+    """A method, SDPA or a public implementation, with its times and memory at shorter lengths."""
 
     name: str
     build: Callable[[AttentionInputs], Workload]
     method: Method | None = None  #: what it computes; None for exact attention
     rivals: tuple[str, ...] = ()  #: sides that a ratio is stated against
-    why: dict[Pass, str] = field(default_factory=dict)  #: why it takes no part
+    why: dict[Pass, str] = field(default_factory=dict)  #: why it is left out
     seconds: dict[Pass, list[tuple[int, float]]] = field(default_factory=dict)
     memory: dict[Pass, list[tuple[int, float]]] = field(default_factory=dict)
 
     def refusal(self, length: int, part: Pass, settings: BenchSettings) -> str:
-        """Why it would take too long or too much at this length; empty if it would not."""
+        """Return why it would take too long or too much memory at this length; empty if it would not."""
         if part in self.why:
             return self.why[part]
         seconds = self.expected(length, part, settings)
@@ -119,7 +119,7 @@ class _Side:
         return ""
 
     def expected(self, length: int, part: Pass, settings: BenchSettings) -> float | None:
-        """Seconds of a call, from the lengths before; None if there are none."""
+        """Return the expected seconds of a call, from shorter lengths; None if there are none."""
         points = self.seconds.get(part, [])
         if len(points) != 1 or self.method is None:
             return extend(points, length)
@@ -141,9 +141,9 @@ def _shape(length: int, settings: BenchSettings) -> Shape:
 
 
 def extend(points: Sequence[tuple[int, float]], length: int, *, power: float = 2.0) -> float | None:
-    """What a longer sequence would take, from the last two lengths, or by `power` where one is known.
+    """Extrapolate to a longer sequence from the last two lengths, or by `power` from a single one.
 
-    The power is taken to be from 1 to 2.
+    The power is limited to 1 to 2.
 
     >>> extend([(1024, 1.0), (2048, 2.0)], 4096), extend([(1024, 1.0)], 4096), extend([(1024, 1.0)], 4096, power=1.0)
     (4.0, 16.0, 4.0)
@@ -157,7 +157,7 @@ def extend(points: Sequence[tuple[int, float]], length: int, *, power: float = 2
 
 
 def rounds_for(seconds: float, budget: float) -> int:
-    """How many rounds a call of so many seconds gets: nine for a short one, two for a long one, 0 if two exceed it.
+    """Return the rounds of a call of so many seconds: nine for a short one, two for a long one, 0 if two exceed it.
 
     >>> rounds_for(0.01, 60), rounds_for(5, 60), rounds_for(25, 60), rounds_for(31, 60)
     (9, 3, 2, 0)
@@ -168,7 +168,7 @@ def rounds_for(seconds: float, budget: float) -> int:
 
 
 class _Track:
-    """Runs the races and keeps their results."""
+    """Run the races and keep their results."""
 
     def __init__(self, settings: BenchSettings, sides: list[_Side]) -> None:
         self.settings, self.sides = settings, sides
@@ -176,7 +176,7 @@ class _Track:
         self.ratios: list[Ratio] = []
 
     def run(self, inputs: AttentionInputs, part: Pass, tell: Callable[[str], None]) -> None:
-        """One length, one pass: all sides that can, round by round."""
+        """Race all sides that can run at one length in one pass, round by round."""
         length = inputs.q.shape[-2]
         ready: dict[str, _Ready] = {}
         for side in self.sides:
@@ -217,7 +217,7 @@ class _Track:
 
 
 class _Ready:
-    """A side that is about to race."""
+    """A side that is ready to race."""
 
     def __init__(self, run: Callable[[], object], rounds: int, seconds: float, taken: int | None, warm: bool) -> None:
         self._run, self.rounds, self.seconds, self.memory, self._warm = run, rounds, seconds, taken, warm

@@ -1,4 +1,4 @@
-"""Figures beside the table: how time and memory grow, and what a step inside a method costs."""
+"""Figures beside the table: growth of time and memory, and the cost of a step inside a method."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BITS = 9  # log2 of the shortest default length
 
 
 def facts(settings: BenchSettings, gates: Sequence[Gate], timings: Sequence[Timing]) -> list[Fact]:
-    """Those that the chosen methods and lengths allow, for methods that agree with their reference."""
+    """Return the facts that the chosen methods and lengths allow, for methods that agree with their reference."""
     passed = {gate.method for gate in gates if gate.passed}
     found = []
     for spec in settings.methods:
@@ -52,7 +52,7 @@ def _growth(one: Yoso, settings: BenchSettings, short: int, long: int, taken: Ti
 
 
 def per_token_growth(one: Method, settings: BenchSettings, short: int, long: int) -> Interval:
-    """Seconds per token at the longer length / at the shorter one, forward, rounds interleaved: 1 is linear."""
+    """Return seconds per token at the longer length / at the shorter one, forward, interleaved: 1 is linear."""
     calls = []
     for length in (short, long):
         inputs = clustered(settings.batch, settings.heads, length, settings.width)
@@ -75,7 +75,7 @@ Encode = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def encode(x: Tensor, weight: Tensor, counts: Tensor, shared: bool) -> Tensor:
-    """The sampled value projection as `monte_carlo` computes it: x (B, n, d), weight (H e, d) -> (B, H, n, e).
+    """Return the sampled value projection as `monte_carlo` computes it: x (B, n, d), weight (H e, d) -> (B, H, n, e).
 
     Every token with fewer samples than features is the sum of r (B, H, n) rows of W.
     """
@@ -87,7 +87,7 @@ def encode(x: Tensor, weight: Tensor, counts: Tensor, shared: bool) -> Tensor:
 
 
 def encode_by_reference(x: Tensor, weight: Tensor, counts: Tensor, shared: bool) -> Tensor:
-    """The same by its specification."""
+    """Return the sampled value projection by its specification."""
     w = _by_head(weight, counts)
     law = feature_law(w)
     return sampled_product(x.unsqueeze(1), w, law, draw_features(law, counts, _lists(counts, shared)), counts)
@@ -96,7 +96,7 @@ def encode_by_reference(x: Tensor, weight: Tensor, counts: Tensor, shared: bool)
 def encode_fact(
     shared: bool, fast: Encode = encode, *, rate: float = 0.2, tokens: int = 512, features: int = 768, heads: int = 12
 ) -> Fact:
-    """Seconds of the exact product x W / seconds of `fast`, where every token samples `rate` of the features."""
+    """Measure seconds of the exact product x W / seconds of `fast`; every token samples `rate` of the features."""
     which = "one list of samples for all tokens" if shared else "a list of samples for each token"
     name = f"monte_carlo, {which}: time of x W / of its estimate (rate {rate:g}, {tokens} tokens, {features} features)"
     generator = torch.Generator().manual_seed(0)

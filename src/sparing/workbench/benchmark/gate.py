@@ -1,4 +1,4 @@
-"""The gate before any speed-up is stated: does the fast path still compute what the specification says?"""
+"""Compare the fast path of a method with its reference, before any speed-up is stated."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _OUTPUT, _GRADIENT, _FLOOR = 2.0, 3.0, 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """How a method's fast path compared with its reference."""
+    """The result of comparing a method's fast path with its reference."""
 
     method: str
     passed: bool
     length: int
-    excess: float | None  #: largest error / error allowed: at most 1 where it passed; None if it did not get that far
+    excess: (
+        float | None
+    )  #: largest error / error allowed: at most 1 where it passed; None if it raised or is not finite
     detail: str  #: where that was, or what went wrong
 
 
@@ -53,7 +55,7 @@ def check(method: Method, inputs: AttentionInputs, *, backward: bool) -> Gate:
 def _results(
     method: Method, inputs: AttentionInputs, impl: Impl, dtype: torch.dtype, gradients: bool
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The output and, where asked, the gradient of every input and learned weight."""
+    """Return the output and, where asked, the gradient of every input and learned weight."""
     work = method_work(method, inputs, state=learned_state(method, inputs), impl=impl, dtype=dtype)
     if not gradients:
         with torch.no_grad():
@@ -66,10 +68,13 @@ def _results(
 
 
 def excess_error(found: Tensor, rough: Tensor, wanted: Tensor, *, times: float = _OUTPUT) -> float:
-    """Error of a fast path / that allowed: `times` that of the reference in float32, plus 1e-5 of the largest entry."""
+    """Return the error of a fast path / that allowed.
+
+    Allowed are `times` the error of the reference in float32, plus 1e-5 of the largest entry.
+    """
     allowed = times * _distance(rough, wanted) + _FLOOR * max(1.0, float(wanted.abs().max()))
     excess = _distance(found, wanted) / allowed
-    return math.inf if math.isnan(excess) else excess  # a NaN would pass every comparison unseen
+    return math.inf if math.isnan(excess) else excess  # every comparison with NaN is false
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Public implementations of the same methods, as they are installed: an extra of the benchmark, never a dependency.
+"""Public implementations of the same methods, if they are installed: never a dependency.
 
 They are modules with projections of their own. What is timed is their attention alone, on the same q, k and v: each
 projection is replaced by a stand-in that hands out a tensor which was laid out for it beforehand.
@@ -39,7 +39,7 @@ class Peer:
     backward: bool = True
 
     def version(self) -> str | None:
-        """Of the installed package; None without one."""
+        """Return the version of the installed package, or None."""
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ class Peer:
 
 
 class Given(nn.Module):
-    """In place of a projection: returns what it was given, whatever comes in."""
+    """A stand-in for a projection: return the prepared tensor for any input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Given(nn.Module):
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """[B, H, n, d] -> [B, n, H d], as a projection returns it."""
+    """Return [B, H, n, d] as [B, n, H d], as a projection returns it."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _replace(module: nn.Module, *names: str) -> list[Given]:
-    """Put stand-ins in place of projections; those that are left have no part in the attention."""
+    """Replace projections by stand-ins; the other projections have no part in the attention."""
     stand_ins = [Given() for _ in names]
     for name, stand_in in zip(names, stand_ins, strict=True):
         setattr(module, name, stand_in)
@@ -91,7 +91,7 @@ def _hf_nystrom(method: Nystrom, inputs: AttentionInputs) -> Workload:
 
 
 def _by_stand_ins(module: nn.Module, stand_ins: list[Given], inputs: AttentionInputs, **arguments: Any) -> Workload:
-    """A module whose stand-ins take q, k and v as [B, n, H d]."""
+    """Return the workload of a module whose stand-ins take q, k and v as [B, n, H d]."""
     x = tokens_first(inputs.q)  # only its sizes are used
 
     def compute(*leaves: Tensor) -> Tensor:
@@ -259,5 +259,5 @@ PEERS: tuple[Peer, ...] = (
 
 
 def peers_of(method: Method) -> list[Peer]:
-    """The public implementations that compute the same, installed or not."""
+    """Return the public implementations of the same method, installed or not."""
     return [peer for peer in PEERS if peer.covers(method)]

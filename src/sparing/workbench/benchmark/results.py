@@ -1,4 +1,4 @@
-"""What a benchmark found, as plain data, and what follows from it: crossover lengths and targets."""
+"""The results of a benchmark as plain data, with crossover lengths and targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pass = Literal["forward", "forward+backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What is measured. `seconds`: a call whose two rounds would take longer is left out."""
+    """What a benchmark measures. A side is left out where two of its calls would exceed `seconds`."""
 
     methods: tuple[str, ...]
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -171,12 +171,12 @@ class Bench:
         return next((r for r in self.ratios if (r.method, r.against, r.length, r.part) == key), None)
 
     def crossover(self, spec: str, part: Pass) -> Crossover:
-        """From which length a method is faster than its baseline in float32."""
+        """Return the length from which a method is faster than its baseline in float32."""
         mine = [r for r in self.ratios if (r.method, r.against, r.part) == (spec, baseline(spec), part)]
         return crossover([(r.length, r.speed.median) for r in mine])
 
     def targets(self) -> list[Target]:
-        """The targets that this run can judge: none for other sizes than theirs."""
+        """Return the targets that this run can judge: none for other sizes than theirs."""
         if any(getattr(self.settings, name) != size for name, size in TARGET_SIZES.items()):
             return []
         chosen = self.settings
@@ -185,7 +185,7 @@ class Bench:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, from which `from_dict` makes an equal object."""
+        """Return plain data for JSON, from which `from_dict` makes an equal object."""
         crossovers = {
             part: {spec: self.crossover(spec, part)._asdict() for spec in self.settings.methods}
             for part in self.settings.passes
@@ -203,7 +203,7 @@ class Bench:
 
 
 def baseline(spec: str) -> str:
-    """The exact attention that a method is compared with: with the value layer where it saves work of that."""
+    """Return the exact attention to compare a method with: with the value layer where the method saves its work."""
     return SDPA_PROJECTION if method(spec).supports.projection else SDPA
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark computes: clustered inputs, and calls on them that can be timed forward or forward and backward."""
+"""The workloads of a benchmark: clustered inputs, and calls on them, forward or forward and backward."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOPICS = 16
 
 
 class Workload(NamedTuple):
-    """A computation and the tensors that it starts from; gradients are taken for all of these."""
+    """A computation and its input tensors, for all of which gradients are computed."""
 
     compute: Callable[..., Tensor]  #: of the leaves
     leaves: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()  #: learned weights that `compute` uses
 
     def call(self, *, backward: bool) -> Callable[[], object]:
-        """The computation as a call without arguments; `backward` adds the gradients of a fixed random sum."""
+        """Return the computation as a call without arguments; `backward` adds the gradients of a fixed random sum."""
         if not backward:
 
             def forward() -> Tensor:
@@ -47,14 +47,14 @@ class Workload(NamedTuple):
         return both
 
     def gradients(self) -> Callable[[], object]:
-        """The backward pass alone: the forward pass runs once, now, and what it keeps is kept for every call."""
+        """Return the backward pass alone as a call; the forward pass runs once, now."""
         leaves = [x.detach().requires_grad_() for x in self.leaves]
         out = self.compute(*leaves)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
         return lambda: torch.autograd.grad(out, [*leaves, *self.parameters], weights, retain_graph=True)
 
     def kept_bytes(self) -> int:
-        """What the forward pass keeps for the backward pass, inputs and learned weights among it; nothing twice."""
+        """Return the bytes that the forward pass saves for the backward pass, with inputs and weights, each once."""
         kept: dict[int, int] = {}
 
         def note(x: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class Workload(NamedTuple):
         leaves = [x.detach().requires_grad_() for x in self.leaves]
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             out = self.compute(*leaves)
-        del out  # until here nothing was freed, so that no address stands for two tensors
+        del out  # only now are tensors freed, so that no address was used twice
         return sum(kept.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Self-attention of one layer."""
+    """The inputs of one layer's self-attention."""
 
     q: Tensor  # [B, H, n, d]
     k: Tensor
@@ -87,7 +87,7 @@ class AttentionInputs:
 
 
 def clustered(batch: int, heads: int, length: int, width: int, *, seed: int = 0) -> AttentionInputs:
-    """Queries and keys in topics, one random mixture of topics per head, and values of very different norms.
+    """Draw queries and keys in topics, one random mixture of topics per head, and values of very different norms.
 
     Independent Gaussian tokens would make attention nearly uniform and every hash bucket equally full, which real
     layers do not.
@@ -106,13 +106,13 @@ def clustered(batch: int, heads: int, length: int, width: int, *, seed: int = 0)
 
 
 def keys_used(inputs: AttentionInputs) -> float:
-    """Mean over the queries of the first item of 1 / sum of squared attention weights: keys that matter to a query."""
+    """Return the keys that matter to a query: 1 / sum of squared weights, mean over the queries of the first item."""
     weights = (inputs.q[0] @ inputs.k[0].mT * inputs.q.shape[-1] ** -0.5).softmax(-1)
     return float((1 / weights.square().sum(-1)).mean())
 
 
 def learned_state(method: Method, inputs: AttentionInputs) -> nn.Module | None:
-    """What a module would own for this method, newly initialised; the same for every call."""
+    """Return the learned state that a module would have for this method, initialised with a fixed seed."""
     _, heads, length, width = inputs.q.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def method_work(
     impl: Impl = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> Workload:
-    """A method on the inputs, through the door, with one seed."""
+    """Return the workload of a method on the inputs, through `sparing.attention`, with a fixed seed."""
     if state is not None and dtype != torch.float32:
         state = copy.deepcopy(state).to(dtype)
     parameters = () if state is None else tuple(state.parameters())
@@ -141,18 +141,18 @@ def method_work(
 
 
 def sdpa_work(inputs: AttentionInputs, dtype: torch.dtype) -> Workload:
-    """torch's exact attention on inputs that have the type already."""
+    """Return the workload of SDPA on inputs that were converted beforehand."""
     return Workload(scaled_dot_product_attention, tuple(x.to(dtype) for x in (inputs.q, inputs.k, inputs.v)))
 
 
 def softmax_work(inputs: AttentionInputs) -> Workload:
-    """Attention as people wrote it before fused kernels: the whole matrix of weights exists."""
+    """Return the workload of unfused softmax attention, which stores the whole matrix of weights."""
     scale = inputs.q.shape[-1] ** -0.5
     return Workload(lambda q, k, v: (q @ k.mT * scale).softmax(-1) @ v, (inputs.q, inputs.k, inputs.v))
 
 
 def sdpa_with_projection(inputs: AttentionInputs) -> Workload:
-    """torch's exact attention and the value layer: the baseline of methods that save work of that layer."""
+    """Return the workload of SDPA with the value layer: the baseline of methods that save work of that layer."""
     heads = inputs.k.shape[1]
 
     def compute(q: Tensor, k: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def sdpa_with_projection(inputs: AttentionInputs) -> Workload:
 
 
 def describe(inputs: AttentionInputs) -> str:
-    """The inputs in words."""
+    """Describe the inputs in words."""
     length = inputs.q.shape[-2]
     return (
         f"clustered tokens, {TOPICS} topics per head, value norms over an order of magnitude; of {length} keys a query "

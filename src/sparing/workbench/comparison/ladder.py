@@ -1,4 +1,4 @@
-"""Budgets to try of every method that is meant for pretrained weights."""
+"""Default budgets of every method that fits pretrained weights without training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sparing.contract import method
 
 
 def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
-    """Specs for documents of so many tokens, cheap ones first in each method; oracles at the same budgets last."""
+    """Return specs for documents of so many tokens: cheap budgets first in each method, oracles last."""
     few, some, many = (max(length // part, 1) for part in (32, 8, 2))
     windows = [max(size // 2 * 2, 2) for size in ((some, length // 4, many) if causal else (some, many))]
     if causal:
@@ -30,6 +30,6 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             *(f"monte_carlo(alpha={alpha}, estimator=mean)" for alpha in (0.1, 0.2, 0.4)),
         ]
     specs += [f"top_keys(keys={few})", f"top_keys(keys={some})"]
-    if not causal:  # minutes for a document, in a language model
+    if not causal:  # in a language model they take minutes for a document
         specs += ["value_aware(keys=8)", f"sampled(samples={some})"]
     return tuple(dict.fromkeys(str(method(spec)) for spec in specs))

@@ -1,4 +1,4 @@
-"""Where a head looks, exactly and by a method, as small pictures: blocks of queries by blocks of keys."""
+"""Draw where a head attends, exactly and by a method, as small pictures: blocks of queries by blocks of keys."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SMALL = 1e-3  # of the values: what marks the blocks must not change which keys
 
 @dataclass(frozen=True)
 class HeadMap:
-    """Of one head and one method, on the first document."""
+    """The picture of one head and one method, on the first document."""
 
     layer: str
-    number: int  #: of the layer, counted from 0
+    number: int  #: index of the layer
     head: int
     method: str  #: a spec; "exact" for the model's own attention
     side: int  #: blocks of queries, and blocks of keys
     pixels: str  #: base64 of side x side bytes, a row for each block of queries: 255 * sqrt(share of its weight)
 
     def is_whole(self) -> bool:
-        """Whether the pixels are as many as the side asks for."""
+        """Return whether the number of pixels is side x side."""
         try:
             return 0 < self.side <= SIZE and len(base64.b64decode(self.pixels, validate=True)) == self.side**2
         except ValueError:
@@ -39,7 +39,7 @@ class HeadMap:
 
 
 def can_draw(method: Method) -> bool:
-    """Whether it has weights to draw: not where values are sampled, nor where an oracle chooses by the values."""
+    """Return whether a method has weights to draw: not if it samples values, nor for oracles that choose by values."""
     return not method.supports.projection and (not method.oracle or method.name == "top_keys")
 
 
@@ -47,7 +47,7 @@ def can_draw(method: Method) -> bool:
 def maps(
     subject: Subject, ids: Tensor, what: str, heads: Sequence[tuple[str, int, int]], *, seed: int = 0
 ) -> list[HeadMap]:
-    """Pictures of these heads (name of the layer, its number, head) for a document [n], with exact inputs.
+    """Return pictures of heads (name of the layer, its index, head) for a document [n], with exact inputs.
 
     what: a spec, or "exact". A method is linear in the values that it reads, so marks beside the values come out as the
     weight of every block.
@@ -67,14 +67,14 @@ def maps(
             text = base64.b64encode(pixels.numpy().tobytes()).decode()
             found.append(HeadMap(seen.layer, number, head, what, len(pixels), text))
 
-    # Exact attention needs no rehearsal of its own, but a layer must be served to be seen.
+    # A rehearsal needs a method that every layer can run, also where only exact attention is drawn.
     with rehearse(subject.model, "top_keys(keys=1)" if method.name == "exact" else method, see, seed=seed):
         subject.run(ids)
     return found
 
 
 def _blocks(seen: Seen, method: Method) -> Tensor:
-    """[H, side, side]: the share of weight from each block of queries to each block of keys."""
+    """Return [H, side, side]: the share of weight from each block of queries to each block of keys."""
     values = seen.projected
     length, queries = values.shape[2], seen.query.shape[2]
     side = min(SIZE, length, queries)

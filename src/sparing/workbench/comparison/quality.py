@@ -1,4 +1,4 @@
-"""How wrong a method makes a model on some documents: layer by layer, head by head, and at its end."""
+"""Measure the error of a method in a model: by layer, by head, and of the model's output."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from sparing.workbench.outputs import Digest, digest, end_of, nearest
 
 @dataclass(frozen=True)
 class LayerError:
-    """Of one layer, fed with exact inputs: relative L2 errors of its output, means over documents."""
+    """Relative L2 errors of one layer's attention output for exact inputs, means over documents."""
 
     layer: str
     substitution: float  #: the method's own target against softmax attention
     approximation: float  #: the estimate against the method's own target
     total: float
-    heads: tuple[float, ...]  #: total error of each
-    bar: float | None = None  #: how well the method's own prediction ranks the rows' true errors: rank correlation
+    heads: tuple[float, ...]  #: total error of each head
+    bar: float | None = None  #: rank correlation of the errors that the method predicts for rows with their true errors
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One method with one seed in all layers."""
+    """The errors of one method with one seed in all layers."""
 
     layers: tuple[LayerError, ...]
     errors: tuple[float, ...]  #: total error of each document, mean over layers
-    keys_read: float | None  #: by a query, on average
+    keys_read: float | None  #: keys that a query reads on average
     flops: float  #: share of exact attention's
-    ends: tuple[dict[str, float], ...]  #: what happened to the model's output, for each document; see `ends.END_OF`
+    ends: tuple[dict[str, float], ...]  #: figures of the model's output for each document; see `outputs.END_OF`
 
 
 @torch.no_grad()
@@ -52,12 +52,12 @@ def quality(
     pairs: Sequence[Tensor] | None = None,
     types: Sequence[Tensor] | None = None,
 ) -> Quality:
-    """Run each document [n] twice, alone and unpadded: exactly, looking at every layer, and with the method.
+    """Run each document [n] twice, unpadded: with exact attention, observing every layer, and with the method.
 
-    The first run is the exact model's, so it also gives what the second one's output is compared with.
+    The output of the second run is compared with that of the first.
 
-    pairs: a second text of each document, for an encoder; how similar the two are is then known, too.
-    types: of the tokens, where a document is two texts that a classifier reads as one.
+    pairs: a second text of each document, for an encoder, whose similarity to the first is measured, too.
+    types: token types, where a document is two texts that a classifier reads as one.
     """
     method = _method(what)
     observer = ErrorObserver(method)
@@ -91,7 +91,7 @@ class ErrorObserver:
 
     def __init__(self, method: Method) -> None:
         self.method, self.target = method, method.exact_target()
-        self.found: dict[str, list[tuple[float, ...]]] = {}  # by layer, the documents' errors and those of the heads
+        self.found: dict[str, list[tuple[float, ...]]] = {}  # by layer: the split of each call, then its heads
         self.bars: dict[str, list[float]] = {}
         self.now: list[float] = []
         self.totals: list[float] = []
@@ -112,7 +112,7 @@ class ErrorObserver:
         self.found.setdefault(seen.layer, []).append((*split, *heads.tolist()))
         if "error" in noted.statistics:
             rank = rank_correlation(noted.statistics["error"].flatten(), (found - exact).norm(dim=-1).flatten())
-            if not math.isnan(rank):  # all rows predict the same, such as none
+            if not math.isnan(rank):  # all rows have the same prediction
                 self.bars.setdefault(seen.layer, []).append(rank)
         self.now.append(split[2])
 

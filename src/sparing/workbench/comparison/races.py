@@ -23,7 +23,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class RacePoint:
-    """A race at one length."""
+    """The speed of a method at one length."""
 
     length: int
     ratio: Interval  #: time of SDPA / time of the method
@@ -31,10 +31,10 @@ class RacePoint:
 
 @torch.no_grad()
 def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[dict[str, Interval | None], float]:
-    """Time of SDPA / time of each method on real queries and keys, joined or repeated to make up the length.
+    """Return time of SDPA / time of each method on real queries and keys, joined or repeated up to the length.
 
-    seen: calls of one layer. A method that cannot run there has None. All sides run in turn, in one race; the second
-    result is how many seconds a quiet round of it takes.
+    seen: calls of one layer. A method that cannot run there has None. All sides are interleaved in one race. The second
+    result is the shortest time of a round in seconds.
     """
     joined = _joined(seen, length)
     sides: dict[str, Side] = {"sdpa": exact_side(joined, with_values=False)}
@@ -59,7 +59,7 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
 
 
 def _joined(seen: Sequence[Seen], length: int) -> Seen:
-    """One call of so many tokens."""
+    """Join or repeat calls to one of so many tokens."""
 
     def along(tensors: Sequence[Tensor], dim: int) -> Tensor:
         whole = torch.cat(list(tensors), dim)

@@ -1,4 +1,4 @@
-"""How fast a method is where the user has it: its attention calls, and the whole model, against exact SDPA."""
+"""Measure the speed and memory of a method in a model against exact SDPA: of attention calls and of whole runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparing.workbench.timing import Interval, interval, speed_ratio
 
 @dataclass(frozen=True)
 class Seconds:
-    """Ratios above 1 are gains. Bytes are the most that a run of the model took beyond what it found."""
+    """Speed ratios (above 1 is faster), and the peak memory of a run of the model in bytes."""
 
     attention: Interval | None  #: time of SDPA / time of the method in the middle layer; None for oracles
     model: Interval | None  #: time of the exact model / time with the method in all layers
@@ -40,7 +40,7 @@ def seconds(
     rounds: int = 5,
     batch: Sequence[Tensor] = (),
 ) -> Seconds:
-    """Of one document [n], unpadded, and of a batch, if there is one. Both sides run in turn."""
+    """Time one document [n], unpadded, and a batch, if there is one; exact and approximated runs alternate."""
     method = _method(what)
     if method.oracle:
         return Seconds(None, None, _alone(lambda: subject.run(ids)), None, None)
@@ -63,7 +63,7 @@ def seconds(
 def _in_turn(
     subject: Subject, run: Callable[[], object], method: Method, seed: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of the exact model and of the approximated one, round by round, in alternating order."""
+    """Return seconds of the exact and of the approximated model, round by round, in alternating order."""
 
     def approximated() -> float:
         with swapped(subject.model, method, seed=seed):

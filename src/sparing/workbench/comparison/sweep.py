@@ -1,4 +1,4 @@
-"""All measurements of a comparison, cell by cell: errors spread over processes, times alone, everything kept."""
+"""Run the measurements of a comparison in cells: errors in parallel, times one by one; all results are kept."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sparing.workbench.comparison.seconds import Seconds, seconds
 from sparing.workbench.prepare import ModelSource, Prepared, fetched
 from sparing.workbench.timing import Interval, threads
 
-#: Oracles take long, and are yardsticks: the first documents do.
+#: Oracles are slow yardsticks: they are measured on the first documents only.
 ORACLE_DOCUMENTS = 2
-_HEADS = 6  # that are drawn, of different layers
+_HEADS = 6  # the number of heads that are drawn, of different layers
 
-Qualities = dict[str, list[dict[str, Any]]]  #: of each spec, a `Quality` of each seed, or why it is refused
+Qualities = dict[str, list[dict[str, Any]]]  #: by spec, a `Quality` of each seed as a dict, or why it is refused
 
 
 class Sweep:
-    """What `compare` measures."""
+    """The measurements of `compare()`."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Sweep:
         return 1 - sum(sizes) / (len(sizes) * max(sizes))
 
     def qualities(self, jobs: int, backend: str | None) -> Qualities:
-        """Errors and ends of every method and seed."""
+        """Return the errors of every method and seed."""
         cells = self._quality_cells()
-        # A model without a name goes to other processes as it is.
+        # A model without a name is pickled for other processes.
         source: ModelSource = self.given.source if jobs > 1 or backend is not None else self.given.subject
         work = functools.partial(_quality, source, self.given.rows, self.given.pairs, self.given.types)
         found: Qualities = {spec: [] for spec in self.specs}
@@ -90,7 +90,7 @@ class Sweep:
         ]
 
     def seconds(self) -> dict[str, dict[str, Any]]:
-        """Times and memory of every method, one after the other."""
+        """Return the times and the memory of every method, measured one after the other."""
         cells: list[Cell] = [
             {
                 "what": "seconds",
@@ -116,10 +116,10 @@ class Sweep:
         return asdict(found)
 
     def points(self) -> dict[str, tuple[RacePoint, ...]]:
-        """Races of the middle layer's calls at growing lengths, until a round takes too long."""
+        """Race the middle layer's calls at growing lengths, until a round takes too long."""
         racers = [spec for spec in self.specs if not _method(spec).oracle and _method(spec).name != "exact"]
         found: dict[str, list[RacePoint]] = {spec: [] for spec in racers}
-        seen: list[Seen] = []  # when it is first needed
+        seen: list[Seen] = []  # filled when it is first needed
         for length in LENGTHS if racers else ():
             cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
             race = functools.partial(self._race, racers, length, seen)
@@ -142,7 +142,7 @@ class Sweep:
         return {"ratios": ratios, "seconds": taken}
 
     def maps(self, found: Qualities, head: tuple[int, int] | None) -> tuple[HeadMap, ...]:
-        """Pictures of the most fragile heads, and of one that the user names."""
+        """Return pictures of the most fragile heads, and of one that the user names."""
         heads = fragile(found)
         names = layer_names(found)
         if head is not None and head[0] < len(names):
@@ -196,7 +196,7 @@ def _check_maps(cell: Cell, result: Any) -> None:
 
 
 def fragile(found: Qualities) -> list[tuple[str, int, int]]:
-    """The worst head of each layer, for the layers with the worst: name, number, head."""
+    """Return the heads with the largest errors, one per layer: name of the layer, its index, head."""
     totals: dict[tuple[str, int, int], float] = {}
     for spec, (first, *_) in found.items():
         if "refused" in first or _method(spec).oracle:
@@ -204,7 +204,9 @@ def fragile(found: Qualities) -> list[tuple[str, int, int]]:
         for number, layer in enumerate(first["layers"]):
             for head, error in enumerate(layer["heads"]):
                 key = (layer["layer"], number, head)
-                totals[key] = totals.get(key, 0.0) + min(error, 1.0)  # one that blew up is no worse than wrong
+                totals[key] = totals.get(key, 0.0) + min(
+                    error, 1.0
+                )  # a diverging method counts as one that is entirely wrong
     worst: dict[str, tuple[str, int, int]] = {}
     for key in sorted(totals, key=lambda key: (-totals[key], key[1:])):
         worst.setdefault(key[0], key)
@@ -212,7 +214,7 @@ def fragile(found: Qualities) -> list[tuple[str, int, int]]:
 
 
 def layer_names(found: Qualities) -> list[str]:
-    """Of the layers that ran a method."""
+    """Return the names of the layers that ran a method."""
     return next(([layer["layer"] for layer in x["layers"]] for x, *_ in found.values() if "refused" not in x), [])
 
 

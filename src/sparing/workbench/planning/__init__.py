@@ -1,1 +1,1 @@
-"""`sparing plan`: from a tolerance to a recipe, chosen on some documents and checked on others."""
+"""`sparing plan`: choose a recipe for a tolerance on some documents, and check it on others."""

@@ -1,4 +1,4 @@
-"""What a recipe gains here: time or memory of attention calls, and of the whole model, against exact attention."""
+"""Measure the gain of methods and recipes over exact attention: time or memory of a call and of the whole model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ from sparing.workbench.timing import MARGIN, Interval, interval, race
 
 OBJECTIVES = ("time", "memory")
 _ROUNDS = 7  # of attention calls
-_ROUND = 0.02  # seconds of one side, in as many calls as that takes: short calls meet too much noise alone
+_ROUND = 0.02  # seconds of one side in a round: a short call is repeated, since alone it is noisy
 _NOISE = 2**20  # bytes that a peak is uncertain by
 
 
 def check_objective(objective: str) -> None:
-    """Raise where it is not known, or cannot be measured here."""
+    """Raise where the objective is unknown, or cannot be measured on this system."""
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}")
     if objective == "memory" and not can_measure():
-        raise ValueError("objective='memory': this system does not tell the peak of a call; use objective='time'")
+        raise ValueError(
+            "objective='memory': the peak memory of a call cannot be read on this system; use objective='time'"
+        )
 
 
 def is_gain(ratio: Interval | None) -> bool:
-    """Whether three rounds of four saw more than noise."""
+    """Return whether three rounds of four gained more than noise."""
     return ratio is not None and ratio.low > MARGIN
 
 
 @torch.no_grad()
 def call_gains(subject: Subject, ids: Tensor, specs: Sequence[str], objective: str) -> dict[str, Interval | None]:
-    """SDPA's time or peak over each method's, in a call of the middle layer for a document [n]; None: it cannot run."""
+    """Return SDPA's time or peak / that of each method, in the middle layer's call for a document [n].
+
+    A method that cannot run there has None.
+    """
     calls = middle_calls(subject, [ids], specs)
     if not calls:
         return dict.fromkeys(specs)
@@ -55,7 +60,7 @@ def call_gains(subject: Subject, ids: Tensor, specs: Sequence[str], objective: s
 
 @torch.no_grad()
 def model_gain(subject: Subject, ids: Tensor, recipe: Recipe, objective: str, rounds: int) -> Interval:
-    """The exact model's time or peak over the recipe's, for a document [n], in turn: both meet the same noise."""
+    """Return the exact model's time or peak / that with the recipe, for a document [n], in alternating runs."""
     cost = _seconds if objective == "time" else _peak
 
     def approximated() -> float:
@@ -84,7 +89,7 @@ def _runs(side: Side) -> bool:
 
 
 def _race(exact: Side, candidate: Side) -> Interval:
-    """Pair by pair: the load of a machine changes from one second to the next."""
+    """Return ratios round by round, since the load of a machine changes from one second to the next."""
     sides = (exact, candidate)
     calls = [max(round(_ROUND / max(_seconds(side), 1e-6)), 1) for side in sides]
     slow, fast = race(sides, [_ROUNDS] * 2, calls)

@@ -1,4 +1,4 @@
-"""How much each method harms in each layer alone, from few runs."""
+"""Estimate the damage of each method in each layer alone, from few runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sparing.workbench.planning.path import LayerSpecs
 
-GROUPS = 12  #: of neighbouring layers, in deeper models
+GROUPS = 12  #: the most groups of neighbouring layers
 
-Probe = Callable[[Sequence[LayerSpecs]], Sequence[Sequence[float]]]  #: of some recipes, what happens to each document
+Probe = Callable[
+    [Sequence[LayerSpecs]], Sequence[Sequence[float]]
+]  #: recipes -> the change of each document under each
 
 
 def damages(
     can: Mapping[str, Sequence[str]], savings: Mapping[str, float], probe: Probe
 ) -> dict[str, dict[str, float]]:
-    """layer -> method -> mean change at the end of the model; NaN: it cannot run there after all.
+    """Return layer -> method -> mean change of the model's output; NaN where the method cannot run.
 
-    can: layer -> methods that it can run. Up to `GROUPS` layers are probed one by one. Of more, neighbours are probed
-    together for each method, and one by one for the method that saves most, which tells how they share others' harm.
+    can: layer -> methods that it can run. Up to `GROUPS` layers are probed one by one. In deeper models, neighbouring
+    layers are probed together for each method, and one by one for the method that saves most; the latter decides how
+    the layers of a group share the damage of the other methods.
     """
     ask: list[LayerSpecs] = []
     parts = groups(list(can), GROUPS)
@@ -41,7 +44,7 @@ def damages(
 
 
 def groups(layers: list[str], most: int) -> list[list[str]]:
-    """Neighbours together, in at most so many groups of one size.
+    """Group neighbours into at most so many groups of equal size.
 
     >>> groups(["a", "b", "c", "d", "e"], 3)
     [['a', 'b'], ['c', 'd'], ['e']]

@@ -1,4 +1,4 @@
-"""From exact attention everywhere to the fastest that each layer bears, one change of a layer at a time."""
+"""Order recipes from exact attention to the fastest that each layer tolerates, one change of a layer at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LayerSpecs = dict[str, str]  #: layer -> spec; a layer that is not named is exac
 def path(
     damages: Mapping[str, Mapping[str, float]], savings: Mapping[str, float], limit: float = math.inf
 ) -> list[LayerSpecs]:
-    """Recipes, each of which changes one layer of the one before it; the first is empty.
+    """Return recipes, each of which changes one layer of the one before it; the first is empty.
 
-    damages: layer -> spec -> what happens at the end of the model if that layer alone runs it; NaN: it cannot.
+    damages: layer -> spec -> change of the model's output if that layer alone runs it; NaN: it cannot.
     savings: spec -> what a call of it saves, above 0.
-    limit: more damage than that is too much by itself, and would only bar the way to what saves less.
+    limit: a candidate with more damage is left out, since it would be too much by itself.
 
     The next change is the one that adds the least damage for what it saves more. So each layer walks along the convex
     hull below its candidates, and no candidate above that is ever taken.
@@ -41,5 +41,5 @@ def path(
 
 
 def _of(table: Mapping[str, float], spec: str | None) -> float:
-    """Nothing, for exact attention."""
+    """Return an entry of the table, or 0 for exact attention."""
     return 0.0 if spec is None else table[spec]

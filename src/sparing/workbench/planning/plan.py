@@ -1,4 +1,4 @@
-"""From a tolerance to a recipe: what pays, where it does no harm, and what held-out documents say to it."""
+"""Choose a recipe for a tolerance, and check it on held-out documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparing.workbench.planning.result import Plan
 from sparing.workbench.planning.steps import Planner
 from sparing.workbench.prepare import Prepared, evaluating, fingerprint, prepare
 
-#: By default: 47 of them are held out, of which one may be beyond the tolerance. With 60, none of 40 may.
+#: The default number: 47 are held out, and one of these may be beyond the tolerance. Of 60, none of 40 could be.
 DOCUMENTS = 70
 
 
@@ -93,7 +93,7 @@ def plan(
 
 
 def _drawn(data: Documents, count: int, seed: int) -> Documents:
-    """Some documents at random, in random order, each text once: what is sorted or doubled would fool a split."""
+    """Draw distinct documents in random order: sorted or repeated ones would bias the split."""
     if count < 1:
         raise ValueError(f"documents={count} must be at least 1")
     if data.pairs is not None:
@@ -104,29 +104,29 @@ def _drawn(data: Documents, count: int, seed: int) -> Documents:
 
 
 def _distinct(given: Prepared, data: Documents) -> Prepared:
-    """Without documents that are the same once they are cut; the fingerprint is that of all the data."""
+    """Leave out documents that are equal once truncated; the fingerprint is that of all the data."""
     rows = {fingerprint([ids]): ids for ids in given.rows}
     skipped = given.skipped + len(given.rows) - len(rows)
     return replace(given, rows=tuple(rows.values()), skipped=skipped, data_fingerprint=data.fingerprint)
 
 
 def _metric(subject: Subject, name: str | None) -> Metric:
-    """Of those that tell the change of one document by itself."""
+    """Return the metric of that name, or the default, among those that measure single documents."""
     known = {
         metric.name: metric for metric in metrics_of(subject.kind).values()
         if metric.each is not None and "neighbour" not in metric.needs
     }  # fmt: skip
     if subject.kind == "classifier" and subject.model.config.num_labels == 1:
-        known.pop("agreement", None)  # a score is not the same or another
+        known.pop("agreement", None)  # scores do not agree or disagree
     if name is not None and name not in known:
         raise ValueError(
-            f"metric={name!r} is not one of {', '.join(known)}, which tell the change of one document here"
+            f"metric={name!r} is not one of {', '.join(known)}, which measure single documents of this model"
         )
     return known[name] if name is not None else next(iter(known.values()))
 
 
 def _usable(methods: Sequence[str]) -> list[str]:
-    """The specs, each once, after a look at whether they can be planned with."""
+    """Return the specs without repetitions; raise for oracles, or if nothing is left."""
     asked = [_method(spec) for spec in methods]
     oracles = [str(method) for method in asked if method.oracle]
     if oracles:

@@ -1,4 +1,4 @@
-"""What a plan promises about documents that nobody has seen, and how many documents it takes to show that."""
+"""The promise of a plan about unseen documents, and how many documents it takes to show it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from sparing.workbench.binomial import rate_of, upper_bound
 from sparing.workbench.estimate import student
 
-#: How likely the check should pass for calibration to choose a recipe. The check is the guarantee; this is thrift.
+#: Calibration chooses a recipe that passes the check with this probability. The check alone is the guarantee.
 CHANCE = 0.75
-_FLOOR = 0.1  # of the tolerance: how far below that a change is says nothing about how often others are beyond
+_FLOOR = 0.1  # of the tolerance: smaller changes count as this one, since they say nothing about large ones
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Promise:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0 and below 1: a share")
 
     def violations(self, changes: Sequence[float]) -> int:
-        """Documents that change by more than the tolerance, or by something that is no number."""
+        """Return the number of documents that change by more than the tolerance, or by NaN."""
         return sum(not abs(change) <= self.tolerance for change in changes)
 
     def most(self, changes: Sequence[float]) -> float:
-        """The share of all such documents that is beyond the tolerance, at most, with the promise's confidence."""
+        """Return the upper bound of the share of documents beyond the tolerance, at the promise's confidence."""
         return upper_bound(self.violations(changes), len(changes), self.confidence)
 
     def kept(self, changes: Sequence[float]) -> bool:
-        """Whether documents that had no part in choosing show it."""
+        """Return whether held-out documents show that the promise is kept."""
         return self.most(changes) <= 1 - self.coverage
 
     def likely(self, changes: Sequence[float], held_out: int) -> bool:
-        """Whether the changes of calibration documents leave room enough for so many others to show it.
+        """Return whether calibration documents leave enough room for so many held-out ones to show it.
 
-        Violations are few, by the count of conformal prediction: (violations + 1) / (n + 1) is within 1 - coverage,
-        and there is none where n is too small for that. And Student's prediction of the next change, from the
-        logarithms, is beyond the tolerance so rarely that the check passes with a probability of `CHANCE`.
+        First, violations are few by the count of conformal prediction: (violations + 1) / (n + 1) is within
+        1 - coverage, and there is none where n is too small for that. Second, Student's prediction of the next change,
+        from the logarithms, exceeds the tolerance so rarely that the check passes with probability `CHANCE`.
         """
         count = len(changes)
         if not all(map(math.isfinite, changes)):
@@ -57,9 +57,9 @@ class Promise:
         reach = self._reach(count, held_out) * statistics.stdev(logs)
         return statistics.fmean(logs) + reach <= math.log(self.tolerance)
 
-    @functools.cache  # noqa: B019  (a few numbers)
+    @functools.cache  # noqa: B019  (it keeps a few numbers)
     def _reach(self, count: int, held_out: int) -> float:
-        """How many standard deviations above the mean of so many the tolerance must be."""
+        """Return how many standard deviations above the mean of `count` documents the tolerance must be."""
         allowed = 0
         while upper_bound(allowed + 1, held_out, self.confidence) <= 1 - self.coverage:
             allowed += 1
@@ -67,7 +67,7 @@ class Promise:
         return student(1 - rate, count - 1) * math.sqrt(1 + 1 / count)
 
     def refuse_few(self, documents: int) -> None:
-        """Raise where even documents that all stay within the tolerance could not show it."""
+        """Raise where the documents are too few to show the promise, even if all stay within the tolerance."""
         have = documents - calibrating(documents)
         needed = math.ceil(math.log(1 - self.confidence) / math.log(self.coverage))
         if have >= needed:
@@ -84,5 +84,5 @@ class Promise:
 
 
 def calibrating(documents: int) -> int:
-    """How many of the documents serve to choose; the others are held out."""
+    """Return how many of the documents are used for calibration; the others are held out."""
     return max(round(documents / 3), 2)

@@ -1,4 +1,4 @@
-"""What a plan says: a recipe, why, and the figures behind it."""
+"""The result of a plan: a recipe, the reason, and the figures behind it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `sparing.plan` found. An empty recipe leaves every layer exact, and `reason` says why."""
+    """The result of `sparing.plan`. An empty recipe leaves every layer exact, and `reason` says why."""
 
     recipe: Recipe
     reason: str  #: what to do, in one sentence
@@ -40,7 +40,7 @@ class Plan:
     documents: int
     tokens: int  #: of the longest
     truncated: int  #: documents that were longer than that
-    skipped: int  #: documents without text, of one token, or that were there before
+    skipped: int  #: documents without text, of one token, or repeated
     metric: str
     words: str  #: what the metric measures
     objective: str  #: "time" or "memory"
@@ -48,34 +48,36 @@ class Plan:
     machine: dict[str, Any]
     candidates: tuple[Candidate, ...]
     layers: dict[str, str]  #: what every attention layer runs
-    damages: dict[str, dict[str, float]]  #: layer -> method -> mean change where it alone runs that
-    steps: int  #: of the path from exact attention to the fastest that each layer bears
-    step: int  #: how far the recipe goes
+    damages: dict[str, dict[str, float]]  #: layer -> method -> mean change where that layer alone runs it
+    steps: int  #: length of the path from exact attention to the fastest that each layer tolerates
+    step: int  #: step of the path that the recipe is
     calibration: StepFigures | None  #: of the step that calibration documents chose
-    checks: tuple[StepFigures, ...]  #: of the steps that held-out documents were asked about
+    checks: tuple[StepFigures, ...]  #: of the steps that were checked on held-out documents
     ceiling: Interval | None  #: gain of the model with what saves most in every layer
-    gain: Interval | None  #: of the whole model, exact / recipe: above 1 is better; or of what was refused for it
+    gain: (
+        Interval | None
+    )  #: of the whole model, exact / recipe: above 1 is better; also of a recipe that was refused for it
 
     @property
     def holds(self) -> bool:
-        """Whether there is something to turn on: no recipe is given that held-out documents did not confirm."""
+        """Whether the recipe approximates a layer; held-out documents have confirmed it then."""
         return bool(self.recipe.layers)
 
     @property
     def held_out(self) -> StepFigures | None:
-        """What held-out documents say about the recipe, or about the last step that was refused."""
+        """The figures of held-out documents for the recipe, or for the last step that was refused."""
         mine = [found for found in self.checks if found.step == self.step]
         return mine[0] if mine else self.checks[-1] if self.checks else None
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat dictionary for each layer, as `pandas.DataFrame` takes them."""
+        """Return a flat dictionary for each layer, as `pandas.DataFrame` takes them."""
         return [
             {"layer": layer, "method": spec, "damage": self.damages.get(layer, {}).get(spec, 0.0)}
             for layer, spec in self.layers.items()
         ]
 
     def to_json(self) -> str:
-        """Everything; a recipe for `sparing.approximate` is under "recipe"."""
+        """Return the plan as JSON; "recipe" holds a recipe for `sparing.approximate`."""
         held = {**asdict(self), "recipe": self.recipe.to_dict(), "holds": self.holds}
         return json.dumps(add_checksum(finite({"format": FORMAT, **held})), indent=1, allow_nan=False)
 
@@ -95,7 +97,7 @@ class Plan:
 
 
 def about(plan: Plan) -> dict[str, Any]:
-    """What its recipe says of itself; figures of steps that were refused are in the reason alone."""
+    """Return the `about` entry of a plan's recipe; figures of refused steps are in the reason alone."""
     held = asdict(plan.held_out) if plan.holds and plan.held_out is not None else None
     gain = plan.gain._asdict() if plan.holds and plan.gain is not None else None
     said = {"reason": plan.reason, **asdict(plan.promise), "metric": plan.metric, "objective": plan.objective}

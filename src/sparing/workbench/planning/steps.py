@@ -1,4 +1,4 @@
-"""The steps of a plan, one after the other, as long as there is something to gain."""
+"""Run the steps of a plan one after the other, as long as there is something to gain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparing.workbench.planning.search import check, farthest, figures
 from sparing.workbench.planning.timed import Timed
 from sparing.workbench.prepare import Prepared, fingerprint
 
-PROBES = 3  #: calibration documents that tell how much damage a method does in a layer
+PROBES = 3  #: calibration documents that the damage of a method in a layer is measured on
 
 
 class Planner:
@@ -46,7 +46,7 @@ class Planner:
         self.calibration, self.held_out = documents[:count], documents[count:]
         model = given.subject.model
         self.places = {base_name(model, layer.name): layer for layer in find(model)}
-        # Documents are prompts: what continues a cache was not measured, and stays exact.
+        # Documents are prompts: tokens that continue a cache are not measured and stay exact.
         when = "prefill" if given.subject.kind == "language model" else "always"
         self.context = PlanContext(
             given=given,

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in one sentence."""
+"""The reason for a plan in one sentence, for each way that a plan can end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LESS = {"time": "faster", "memory": "smaller in memory"}
 
 
 def how_much(gain: Interval, objective: str) -> str:
-    """A gain as people say it."""
+    """Return a gain in words."""
     if objective == "time":
         return f"{gain.median:.2f}x as fast"
     return f"at {1 / gain.median:.0%} of the memory"
 
 
 def no_candidate(candidates: Sequence[Candidate], tokens: int, objective: str) -> str:
-    """No attention call gains anything."""
+    """Say that no attention call gains anything."""
     raced = [(one.gain.median, one.gain, one.method) for one in candidates if one.gain is not None]
     if not raced:
         return f"{KEEP}no candidate can run in this model."
@@ -34,7 +34,7 @@ def no_candidate(candidates: Sequence[Candidate], tokens: int, objective: str) -
 
 
 def no_ceiling(ceiling: Interval, tokens: int, objective: str) -> str:
-    """Attention is too small a part of the model."""
+    """Say that attention is too small a part of the model."""
     return (
         f"{KEEP}even with what saves most in every layer the model is {how_much(ceiling, objective)} at {tokens} "
         "tokens here, which is no gain."
@@ -42,12 +42,12 @@ def no_ceiling(ceiling: Interval, tokens: int, objective: str) -> str:
 
 
 def no_layer() -> str:
-    """Candidates pay, but not where the model is."""
+    """Say that no layer can run a candidate."""
     return f"{KEEP}no attention layer of the model can run a candidate."
 
 
 def no_single(damages: Mapping[str, Mapping[str, float]], promise: Promise, words: str) -> str:
-    """Each change of one layer is too much."""
+    """Say that a change of any single layer exceeds the tolerance."""
     found = [(damage, spec, layer) for layer, each in damages.items() for spec, damage in each.items()]
     known = [one for one in found if math.isfinite(one[0])]
     if not known:
@@ -60,7 +60,7 @@ def no_single(damages: Mapping[str, Mapping[str, float]], promise: Promise, word
 
 
 def no_step(first: StepFigures, promise: Promise, words: str) -> str:
-    """Calibration documents allow nothing."""
+    """Say that calibration documents allow no step."""
     return (
         f"{KEEP}no step leaves enough room within {promise.tolerance:.2%} ({words}): the first, in one layer, changes "
         f"{first.documents} calibration documents by {first.mean:.2%} on average, {first.worst:.2%} at worst."
@@ -68,7 +68,7 @@ def no_step(first: StepFigures, promise: Promise, words: str) -> str:
 
 
 def no_gain(gain: Interval, objective: str) -> str:
-    """What is within the tolerance gains nothing end to end."""
+    """Say that the recipe within the tolerance gains nothing end to end."""
     return (
         f"{KEEP}what stays within the tolerance on the calibration documents is no gain end to end "
         f"({how_much(gain, objective)})."
@@ -76,7 +76,7 @@ def no_gain(gain: Interval, objective: str) -> str:
 
 
 def not_held(checks: Sequence[StepFigures], promise: Promise) -> str:
-    """Held-out documents refuse what calibration documents allowed."""
+    """Say that held-out documents do not confirm what calibration documents allowed."""
     last = checks[-1]
     return (
         f"{KEEP}held-out documents do not show the promise: {last.violations} of {last.documents} are beyond "
@@ -86,7 +86,7 @@ def not_held(checks: Sequence[StepFigures], promise: Promise) -> str:
 
 
 def success(plan: Plan) -> str:
-    """A recipe to turn on."""
+    """Say what the recipe does and gains."""
     held, gain = plan.held_out, plan.gain
     assert held is not None
     assert gain is not None
