@@ -162,13 +162,16 @@ def test_every_option_that_names_a_file_is_declared():
 
 def test_a_run_leaves_the_settings_that_it_reads(here, capsys):
     """A run's own config.json is what makes it resume; as an input, it is never written."""
-    small = {"task": "causal", "length": 32, "width": 16, "hidden": 16, "layers": 1, "batch": 4, "steps": 2}
+    small = {
+        "task": "causal", "max_length": 32, "hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "batch_size": 4,
+        "max_steps": 2,
+    }  # fmt: skip
     text = json.dumps(small)
     (here / "run" / "config.json").write_text(text)
     for _ in range(2):
         assert main(["train", "--config", "loop/run/config.json", "--out", "run"]) == 0
         assert (here / "run" / "config.json").read_text() == text
-    assert "goes on from step 2" in capsys.readouterr().out
+    assert "resumes from step 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"folder=run/last\.pt would overwrite run/last\.pt, which data reads"):
         Training(Config(**{**small, "data": "run/last.pt"}), "run")
     for name in ("result.json", "log.csv", "curve.png", "config.json"):  # data that only a config names

@@ -111,7 +111,7 @@ def _bench(folder: Path) -> Path:
 def _checkpoint(folder: Path) -> Path:
     draw = torch.Generator().manual_seed(0)
     held = {
-        "config": asdict(Config("causal")), "fingerprint": "f", "examples": "e", "step": 6, "task": "causal",
+        "config": asdict(Config("causal")), "examples": "e", "step": 6, "task": "causal",
         "records": [{"step": 6.0, "loss": 2.5}], "model": {"weight": torch.randn(64, 16, generator=draw)},
     }  # fmt: skip
     checkpoint.save(folder / "best.pt", held)
@@ -119,7 +119,7 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _settings(folder: Path) -> Path:
-    held = add_checksum(asdict(Config("causal", steps=120, batch=16, rate=3e-4)))
+    held = add_checksum(asdict(Config("causal", max_steps=120, batch_size=16, learning_rate=3e-4)))
     write_files({folder / "config.json": json.dumps(held, indent=1) + "\n"})
     return folder / "config.json"
 

@@ -108,8 +108,9 @@ SCENARIOS = (
     ),
     Scenario(
         "train",
-        ("train", "masked", "--length", "32", "--width", "16", "--hidden", "16", "--layers", "1", "--batch", "4",
-         "--evaluate", "3", "--steps", "18", "--method", "yoso(hashes=4)", "--dropout", "0.1", "--out", "run"),
+        ("train", "masked", "--max-length", "32", "--hidden-size", "16", "--intermediate-size", "16", "--num-layers",
+         "1", "--batch-size", "4", "--eval-steps", "3", "--max-steps", "18", "--method", "yoso(hashes=4)", "--dropout",
+         "0.1", "--out", "run"),
         ("run/result.json", "run/log.csv", "run/curve.png"), _trained, _checkpoints,
     ),
 )  # fmt: skip

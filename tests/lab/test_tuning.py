@@ -43,8 +43,16 @@ def said_of(words):
 
 
 def tuned(encoder, data, task, **options):
-    wanted = {"steps": 60, "batch": 8, "rate": 5e-3, "evaluate": 60, "part": task, "data": data, **options}
-    return train(Config("glue", pretrained=encoder, length=16, **wanted))
+    wanted = {
+        "max_steps": 60,
+        "batch_size": 8,
+        "learning_rate": 5e-3,
+        "eval_steps": 60,
+        "part": task,
+        "data": data,
+        **options,
+    }
+    return train(Config("glue", pretrained=encoder, max_length=16, **wanted))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ def test_tasks_of_glue_are_learned_and_judged_by_their_metric(task, metric, word
 
 def test_labels_that_say_nothing_are_not_learned(encoder, tmp_path):
     rows = [(GOOD, "", k % 2) for k in range(24)]
-    found = tuned(encoder, files(tmp_path, "CoLA", rows), "CoLA", steps=5)
+    found = tuned(encoder, files(tmp_path, "CoLA", rows), "CoLA", max_steps=5)
     assert found.metric == 0
     assert not found.beats_chance
 
@@ -75,7 +83,7 @@ def test_labels_that_say_nothing_are_not_learned(encoder, tmp_path):
 def test_what_is_frozen_does_not_move_and_the_method_is_in_every_layer(encoder, tmp_path):
     config = Config(
         "glue", method="window(size=4)", pretrained=encoder, data=files(tmp_path, "SST-2", said_of((0, 1))), part="sst-2",
-        length=16, batch=8, steps=3, frozen="embeddings, pooler",
+        max_length=16, batch_size=8, max_steps=3, frozen="embeddings, pooler",
     )  # fmt: skip
     training = Training(config)
     before = {name: weight.clone() for name, weight in training.bare.state_dict().items()}
@@ -90,7 +98,16 @@ def test_the_best_model_is_written_for_transformers(encoder, tmp_path):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     data = files(tmp_path, "QNLI", said_of(("not_entailment", "entailment")))
-    config = Config("glue", pretrained=encoder, data=data, part="QNLI", length=16, batch=8, steps=40, rate=5e-3)
+    config = Config(
+        "glue",
+        pretrained=encoder,
+        data=data,
+        part="QNLI",
+        max_length=16,
+        batch_size=8,
+        max_steps=40,
+        learning_rate=5e-3,
+    )
     found = train(config, tmp_path / "run")
     folder = tmp_path / "run" / "model"
     model, tokenizer = (
@@ -129,14 +146,17 @@ def test_without_files_sentences_of_help_are_paired(encoder):
         ({"data": "{folder}", "part": "RTE"}, r"RTE needs .*train.tsv"),
         ({"pretrained": "no/such/folder"}, r"pretrained='no/such/folder' cannot be loaded"),
         ({"pretrained": "smollm2"}, r"pretrained='smollm2' is no encoder"),
-        ({"frozen": "embedings"}, r"frozen='embedings': no weight has 'embedings' in its name; they have .*embeddings"),
-        ({"frozen": "model"}, r"frozen='model' leaves nothing to learn"),
+        (
+            {"frozen": "embedings"},
+            r"frozen='embedings': no parameter has 'embedings' in its name; their names contain .*embeddings",
+        ),
+        ({"frozen": "model"}, r"frozen='model' freezes every parameter"),
     ],
 )
 def test_bad_input_of_tuning(options, said, encoder, tmp_path):
     given = {name: value.format(folder=tmp_path) for name, value in options.items()}
     with pytest.raises(ValueError, match=said):
-        Training(Config("glue", length=16, batch=8, steps=1, **{"pretrained": encoder, **given}))
+        Training(Config("glue", max_length=16, batch_size=8, max_steps=1, **{"pretrained": encoder, **given}))
 
 
 def test_a_method_without_gradient_is_refused(encoder):
@@ -167,7 +187,7 @@ def dataset(tmp_path, monkeypatch):
 def test_datasets_of_the_hub(dataset):
     rows = [{"text": f"{'yes' if k % 3 else 'no'} {k}", "label": k % 3} for k in range(30)]
     name = dataset(train=rows, test=rows[:9])
-    task = Config("bytes", data=name, length=16).load()
+    task = Config("bytes", data=name, max_length=16).load()
     assert (len(task.train), len(task.valid), task.classes) == (30, 9, 3)
     assert bytes((task.train[1].tokens - 1).tolist()) == b"yes 1"
     with pytest.raises(ValueError, match=r"has no column 'image' or 'img'; it has 'text', 'label'"):
@@ -183,7 +203,7 @@ def test_glue_of_the_hub_has_a_part_for_each_task(dataset, encoder, monkeypatch)
     name = dataset(train=rows, validation=[*rows[:4], {**rows[0], "label": -1}])
     load, asked = datasets.load_dataset, []
     monkeypatch.setattr(datasets, "load_dataset", lambda name, part: asked.append(part) or load(name))
-    task = Config("glue", data=name, part="QNLI", pretrained=encoder, length=16).load()
+    task = Config("glue", data=name, part="QNLI", pretrained=encoder, max_length=16).load()
     assert asked == ["qnli", "qnli"]
     assert (len(task.train), len(task.valid)) == (20, 4)  # a row without a label is none
     words = [None, GOOD, None, BAD, None]
@@ -204,8 +224,8 @@ def test_a_method_that_learns_something_of_its_own_is_refused(method, encoder, t
 
 def test_a_length_beyond_the_models_positions_is_refused(encoder, tmp_path):
     data = files(tmp_path, "SST-2", said_of((0, 1)))
-    with pytest.raises(ValueError, match=r"length=4096 is more than the \d+ tokens of the pretrained model"):
-        Training(Config("glue", pretrained=encoder, length=4096, part="SST-2", data=data, batch=8))
+    with pytest.raises(ValueError, match=r"max_length=4096 is more than the \d+ positions of the pretrained model"):
+        Training(Config("glue", pretrained=encoder, max_length=4096, part="SST-2", data=data, batch_size=8))
 
 
 @pytest.mark.parametrize("killed", [False, True])

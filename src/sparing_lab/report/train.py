@@ -1,4 +1,4 @@
-"""A training run, as the terminal shows it and as files."""
+"""A training run in the terminal and as files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from sparing.workbench.machine import machine
 from sparing_lab.figure import drawn, panels, style
 from sparing_lab.tasks.kinds import KINDS
 from sparing_lab.training.checkpoint import REPORTS
-from sparing_lab.training.config import Config, made
-from sparing_lab.training.loop import Trained, Training
+from sparing_lab.training.config import Config, made, renamed
+from sparing_lab.training.loop import Training
+from sparing_lab.training.result import Trained
 
 FORMAT = 1  #: of result.json
 
 
 def tasks_table() -> Table:
-    """What can be trained on."""
+    """Return a table of the tasks."""
     table = Table(
         caption="Without --data, examples are generated or come with installed packages. hub:NAME takes a dataset of "
         "the hub where the task reads files.", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
@@ -41,39 +42,39 @@ def tasks_table() -> Table:
 
 
 def short(config: Config) -> str:
-    """Of a folder's name: the method, and what tells runs apart."""
+    """Return a name for the folder of a run: its method and a hash of its settings."""
     method = "".join(letter if letter.isalnum() else "-" for letter in config.method).strip("-")
     return f"{method[:40]}-{config.fingerprint[:6]}"
 
 
 def show_start(training: Training, again: bool, *, console: Terminal) -> None:
-    """What is about to happen."""
+    """Print the task, the model and whether the run is resumed."""
     task, config = training.task, training.config
     weights = sum(weight.numel() for weight in training.bare.parameters() if weight.requires_grad)
     name = f"{task.name} {task.part}".strip()
     lines = [
-        f"{name} ({task.data}): {len(task.train)} examples to learn from, {len(task.valid)} to try it on, "
-        f"{task.length} tokens at most",
-        f"{config.method}, {weights:,} weights, {config.steps} steps of {config.batch}",
+        f"{name} ({task.data}): {len(task.train)} training and {len(task.valid)} held-out examples of up to "
+        f"{task.length} tokens",
+        f"{config.method}, {weights:,} parameters, {config.max_steps} steps of {config.batch_size} examples",
     ]
     if training.accelerator.num_processes > 1:
         lines[1] += f", {training.accelerator.num_processes} processes"
     if again:
-        lines.append(f"goes on from step {training.step}")
+        lines.append(f"resumes from step {training.step}")
     console.print("\n".join(lines), soft_wrap=True)
 
 
 def show_end(found: Trained, *, console: Terminal) -> None:
-    """Records, and the best one beside chance."""
+    """Print all evaluations, and the best one beside chance."""
     console.print(_records_table(found.records, found.times))
     metric, chance = found.task.metric, found.task.chance()
-    said = "learned something" if found.beats_chance else f"NOT shown on {len(found.task.valid)} examples to be better"
+    said = "better than chance" if found.beats_chance else f"NOT shown to be better on {len(found.task.valid)} examples"
     order = ""
     if found.task.objective == "order":
         order = f", its order accuracy {found.best['order_accuracy']:.4g} beside {found.task.commonest():.4g}"
     console.print(
-        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that knows how often each answer "
-        f"occurs and no more has {chance:.4g}{order}: {said}",
+        f"best {metric} {found.metric:.4g} at step {found.best['step']:.0f}; a model that only knows how often each "
+        f"answer occurs has {chance:.4g}{order}: {said}",
         soft_wrap=True,
     )
 
@@ -135,7 +136,7 @@ def _show_run(found: SavedRun, console: Terminal) -> None:
 
 def _read_settings(held: Mapping[str, Any]) -> Config:
     """Return the settings of a run from a parsed config.json; a ValueError says what is wrong."""
-    return made(verify_checksum(held))
+    return made(renamed(verify_checksum(held), "config"))
 
 
 def _show_settings(config: Config, console: Terminal) -> None:
@@ -156,7 +157,7 @@ SETTINGS = Kind("training run's settings", ("task",), _read_settings, _show_sett
 
 
 def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Sequence[float]) -> str:
-    """CSV: every step, with the evaluation behind it where there was one."""
+    """Return the log as CSV: a row for each step, with the evaluation after it if there was one."""
     columns = [name for name in records[0] if name not in ("step", "loss")]
     written = io.StringIO()
     table = csv.writer(written, lineterminator="\n")
@@ -169,7 +170,7 @@ def _log(losses: Sequence[float], records: Sequence[dict[str, float]], times: Se
 
 
 def write_log(training: Training, folder: Path, *, settings: bool = True) -> None:
-    """Write what is known so far; settings: those of the run, too, as --config reads them."""
+    """Write the log so far and, with `settings`, the config.json that --config reads."""
     contents = {folder / "log.csv": _log(training.losses, training.records, training.times)}
     if settings:
         contents[folder / "config.json"] = json.dumps(add_checksum(asdict(training.asked)), indent=1) + "\n"
@@ -177,7 +178,7 @@ def write_log(training: Training, folder: Path, *, settings: bool = True) -> Non
 
 
 def write(found: Trained, folder: Path) -> list[Path]:
-    """Write the result as JSON, the log as CSV and the curve, all or none."""
+    """Write the result as JSON, the log as CSV and the curve, all or none of them."""
     held = {
         "format": FORMAT, "config": asdict(found.config), "data": found.task.data, "metric": found.task.metric,
         "value": found.metric, "chance": found.task.chance(),
@@ -194,18 +195,18 @@ def write(found: Trained, folder: Path) -> list[Path]:
 
 
 def _draw(found: Trained, figure: Any) -> None:
-    """Losses of steps and evaluations, and the metric with chance."""
+    """Draw training and held-out loss, and the metric beside chance."""
     loss, metric = panels(figure, 1, 2)
     steps = range(1, len(found.losses) + 1)
     at = [record["step"] for record in found.records]
-    loss.plot(steps, found.losses, color=style(0)["color"], linewidth=0.8, alpha=0.6, label="of each step")
+    loss.plot(steps, found.losses, color=style(0)["color"], linewidth=0.8, alpha=0.6, label="training")
     held = [record["valid_loss"] + record.get("order_loss", 0.0) for record in found.records]
     loss.plot(at, held, **style(1), label="held out")
     loss.set(xlabel="steps", ylabel="loss (nats)" if found.task.objective != "score" else "squared error")
     loss.legend()
     name, chance = found.task.metric, found.task.chance()
     metric.plot(at, [record[name] for record in found.records], **style(1), label=found.config.method)
-    metric.axhline(chance, color="black", linestyle=":", label="knows frequencies only")
+    metric.axhline(chance, color="black", linestyle=":", label="chance")
     metric.set(xlabel="steps", ylabel=name, yscale="log" if name == "perplexity" else "linear")
     metric.yaxis.set_major_formatter("{x:g}")
     metric.yaxis.set_minor_formatter("{x:g}")

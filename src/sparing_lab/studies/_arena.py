@@ -43,7 +43,7 @@ TASKS = {
 PADDED = {"Text": 4096, "ListOps": 2048, "Retrieval": 4096, "Pathfinder": 1024, "Image": 1024}  #: the paper's lengths
 FEATURES = 128  #: the paper's, of all methods but BigBird
 STEPS = 50_000  #: the paper's
-NARROW = {"width": 32, "hidden": 64, "dropout": 0.0}  #: of models at small scale
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "dropout": 0.0}  #: of models at small scale
 FILES = {
     "Text": ("imdb", "train*.jsonl*", "film reviews (IMDb, ai.stanford.edu/~amaas/data/sentiment): imdb/train*.jsonl "
              "and imdb/test*.jsonl, an object with 'text' and 'label' on each line"),
@@ -108,8 +108,9 @@ def spec_of(side: str, features: int) -> str:
 def config_of(task: str, side: str, setup: Setup, *, seed: int, data: Path | None, **more: Any) -> Config:
     """Return a run of the paper's model (2 layers of width 64, 2 heads), but for what `more` sets."""
     held: dict[str, Any] = {
-        "width": 64, "heads": 2, "layers": 2, "hidden": 128, "dropout": 0.1, "decay": 0.0, "length": setup.length,
-        "batch": setup.batch, "rate": setup.rate, "steps": setup.steps, "warmup": setup.warmup,
+        "hidden_size": 64, "num_heads": 2, "num_layers": 2, "intermediate_size": 128, "dropout": 0.1,
+        "weight_decay": 0.0, "max_length": setup.length,
+        "batch_size": setup.batch, "learning_rate": setup.rate, "max_steps": setup.steps, "warmup_ratio": setup.warmup,
     }  # fmt: skip
     given = None if data is None else str(data)
     return Config(
@@ -169,9 +170,9 @@ def examples_of(config: Config, count: Sequence[int] = ()) -> Task:
 
     count: to learn from and to try, where the task makes its own.
     """
-    task = _examples(config.task, config.length, config.seed, config.data, *count)
-    batches = Batches(len(task.train), config.batch, seed=config.seed, lengths=task.train.lengths)
-    for number in {number for step in range(config.steps) for number in batches.batch(step)}:
+    task = _examples(config.task, config.max_length, config.seed, config.data, *count)
+    batches = Batches(len(task.train), config.batch_size, seed=config.seed, lengths=task.train.lengths)
+    for number in {number for step in range(config.max_steps) for number in batches.batch(step)}:
         task.train[number]
     return task
 
@@ -180,7 +181,7 @@ def examples_of(config: Config, count: Sequence[int] = ()) -> Task:
 def _examples(name: str, length: int, seed: int, data: str | None, *count: int) -> Task:
     if count:
         return {"listops": arena.listops_task, "pathfinder": arena.pathfinder_task}[name](length, seed, *count)
-    return Config(task=name, length=length, seed=seed, data=data).load()
+    return Config(task=name, max_length=length, seed=seed, data=data).load()
 
 
 def train_one(cell: Cell) -> Row:

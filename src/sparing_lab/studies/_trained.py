@@ -17,8 +17,9 @@ from sparing.nn import MultiheadAttention
 from sparing_lab.studies.rows import Row
 from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
-from sparing_lab.training.loop import Trained, Training
+from sparing_lab.training.loop import Training
 from sparing_lab.training.objectives import inputs_of, losses
+from sparing_lab.training.result import Trained
 
 _AT_ONCE = 16  # examples
 
@@ -34,7 +35,7 @@ def row_of(found: Trained) -> Row:
     """Return what is kept of a run."""
     return {
         "metric": found.metric, "chance": found.task.chance(), "last": found.records[-1], "seconds": found.seconds,
-        "steps": found.config.steps,
+        "steps": found.config.max_steps,
         "curve": [
             {"seconds": seconds, **record} for record, seconds in zip(found.records, found.times, strict=True)
         ],

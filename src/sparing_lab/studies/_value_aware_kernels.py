@@ -50,7 +50,7 @@ class SeenKernel(Method):
 
 def skew(kernel: Method, run: Callable[[Method], Tried], cell: Cell) -> Row:
     """Measure a query's largest weight, and how much the width + 1 largest hold, on average."""
-    first, few = round(CONTEXT * cell["length"]), head(cell) + 1
+    first, few = round(CONTEXT * cell["max_length"]), head(cell) + 1
     sums = torch.zeros(3, dtype=torch.float64)
 
     def see(weights: Tensor) -> None:
@@ -64,4 +64,4 @@ def skew(kernel: Method, run: Callable[[Method], Tried], cell: Cell) -> Row:
 
 def head(cell: Cell) -> int:
     """Return the width of a head's values."""
-    return int(cell["width"] // cell["heads"])
+    return int(cell["hidden_size"] // cell["num_heads"])

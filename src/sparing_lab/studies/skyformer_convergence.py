@@ -31,7 +31,7 @@ def _cells(settings: Settings) -> list[Cell]:
     data = arena.data_of(settings, list(setups))
     return [
         arena.training_cell(settings, task, side, setup, seed=seed, data=data[task],
-                            evaluate=setup.steps // POINTS[settings.scale])
+                            eval_steps=setup.steps // POINTS[settings.scale])
         for task, setup in setups.items() for seed in range(settings.seeds or 1) for side in SIDES
     ]  # fmt: skip
 
@@ -118,8 +118,8 @@ def _tables(rows: Rows) -> list[Table]:
                  "s to level": "{until[seconds]}", "lowest loss": "{low:.3f}", "last": "{last:.3f}",
                  "accuracy": "{points:.1f}"}),
         listing("Runs", runs,
-                {"task": "{task}", "data": "{of}", "tokens": "{length}", "steps": "{steps}", "batch": "{batch}",
-                 "held out": "{held}", "chance, %": "{percent:.1f}", "learned": "{known}"}),
+                {"task": "{task}", "data": "{of}", "tokens": "{max_length}", "steps": "{max_steps}",
+                 "batch": "{batch_size}", "held out": "{held}", "chance, %": "{percent:.1f}", "learned": "{known}"}),
     ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
             for row in pick(rows, task=task, side=side):
                 losses = {point["seconds"]: point["valid_loss"] for point in row["curve"]}
                 line(panel, losses, side if row["seed"] == 0 else None, number, **black)
-        title = f"{task}, {pick(rows, task=task)[0]['config']['length']} tokens"
+        title = f"{task}, {pick(rows, task=task)[0]['config']['max_length']} tokens"
         panel.set(xlabel="training time, seconds", ylabel="validation loss", title=title, xlim=(0, None))
     legend_below(figure, axes[:1], len(SIDES))
 

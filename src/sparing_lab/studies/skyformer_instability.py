@@ -34,7 +34,7 @@ def _cells(settings: Settings) -> list[Cell]:
     for task, seed in product(TASKS, range(settings.seeds or 3)):
         setup = replace(arena.PAPER_SETUPS[task], **less)
         configs = {
-            side: asdict(arena.config_of(task, side, setup, seed=seed, data=data[task], evaluate=setup.steps))
+            side: asdict(arena.config_of(task, side, setup, seed=seed, data=data[task], eval_steps=setup.steps))
             for side in (EXACT, *TABLE)
         }
         found.append({"task": task, "seed": seed, "first": FIRST, "of": arena.fingerprint(task, data[task]),

@@ -46,7 +46,7 @@ def _cells(settings: Settings) -> list[Cell]:
     specs = {side: arena.spec_of(side, arena.FEATURES) for side in (MATRIX, *SIDES)}
     return [
         *(arena.training_cell(settings, task, side, setup, seed=seed, data=data[task],
-                              evaluate=setup.steps // evaluations)
+                              eval_steps=setup.steps // evaluations)
           for task, setup in setups.items() for seed in range(settings.seeds or seeds[task]) for side in SIDES),
         *({"what": "cost", "length": length, "batch": 1, "specs": specs, "seconds": SECONDS[settings.scale]}
           for length in LENGTHS),
@@ -258,8 +258,8 @@ def _tables(rows: Rows) -> list[Table]:
         Table("Accuracy, % (paper's, longer inputs and 50,000 steps); mean of what is learned",
               ["method", *TASKS, "mean"], body),
         listing("Models and data", settings,
-                {"task": "{name}", "data": "{of}", "tokens": "{length}", "steps": "{steps}", "batch": "{batch}",
-                 "layers x width": "{layers} x {width}"}),
+                {"task": "{name}", "data": "{of}", "tokens": "{max_length}", "steps": "{max_steps}",
+                 "batch": "{batch_size}", "layers x width": "{num_layers} x {hidden_size}"}),
         pivot("Time of a training step in these runs, ms", "method", SIDES, list(TASKS), lambda side, task: (
             f"{1e3 * mean(pick(rows, what='train', side=side, task=task), over('seconds', 'steps')):.1f}")),
         pivot("A step of the paper's model: self-attention with its matrix / method (paper's ratio)", "method",

@@ -32,12 +32,14 @@ KINDS = {"exp": "exponential", "poly": "polynomial (degree 2)", "elu": "elu"}
 ORACLES = {"top_keys": "OVO", "value_aware": "OVA"}
 #: Heads of 16 at 128 bytes: width + 1 keys are as large a share of all as the paper's 65 of 512.
 SMALL: dict[str, Any] = {
-    "task": "causal", "length": 128, "width": 64, "heads": 4, "layers": 2, "hidden": 256, "batch": 16, "steps": 1000,
-    "rate": 2e-3, "evaluate": 500,
+    "task": "causal", "max_length": 128, "hidden_size": 64, "num_heads": 4, "num_layers": 2,
+    "intermediate_size": 256, "batch_size": 16, "max_steps": 1000,
+    "learning_rate": 2e-3, "eval_steps": 500,
 }  # fmt: skip
 LARGE: dict[str, Any] = {
-    "task": "causal", "length": 512, "width": 512, "heads": 8, "layers": 6, "hidden": 2048, "batch": 128,
-    "steps": 31520, "rate": 5e-4, "warmup": 4000 / 31520, "decay": 0.01, "clip": 1e9,
+    "task": "causal", "max_length": 512, "hidden_size": 512, "num_heads": 8, "num_layers": 6,
+    "intermediate_size": 2048, "batch_size": 128,
+    "max_steps": 31520, "learning_rate": 5e-4, "warmup_ratio": 4000 / 31520, "weight_decay": 0.01, "max_grad_norm": 1e9,
 }  # fmt: skip
 BUDGETS = {
     "small": {"top_keys": (1, 2, 4, 8, 17, 32, 64), "value_aware": (1, 2, 4, 8, 17)},
@@ -197,14 +199,14 @@ def _tables(rows: Rows) -> list[Table]:
                           for loss, gap, _ in (_of(rows, kind, name, r) for kind in KINDS))]
         for name, short in ORACLES.items() for r in _budgets(rows, name)
     ]  # fmt: skip
-    place = f"{rows[0]['examples']} held-out pieces of {rows[0]['length']} bytes, their second half"
+    place = f"{rows[0]['examples']} held-out pieces of {rows[0]['max_length']} bytes, their second half"
     return [
         Table(f"Perplexity of a byte: {place}", columns, lines),
         Table("Loss in nats (and above exact attention)",
               ["oracle", "keys", *(f"{kind}, exact {_of(rows, kind, 'exact')[0]:.3f}" for kind in KINDS)], curves),
         listing("Training, and the weights of the first seed's model",
                 [the(rows, what="trained", kind=kind, seed=0) for kind in KINDS],
-                {"kernel": "{kind}", "steps": "{steps}", "perplexity": "{last[perplexity]:.2f}",
+                {"kernel": "{kind}", "steps": "{max_steps}", "perplexity": "{last[perplexity]:.2f}",
                  "chance": "{chance:.0f}", "largest weight": "{largest:.3f}", f"{full} largest hold": "{held:.3f}"}),
     ]  # fmt: skip
 
@@ -226,7 +228,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
     left.plot([], [], color="black", linestyle="--", linewidth=0.8, label="exact attention, by its colour")
     left.plot([], [], label="the paper's Table 2", **PAPER)
     keys = "r: keys read by a query"
-    left.set(xscale="log", xlabel=keys, ylabel="loss (nats per byte)", title=f"Ours: {rows[0]['length']} bytes")
+    left.set(xscale="log", xlabel=keys, ylabel="loss (nats per byte)", title=f"Ours: {rows[0]['max_length']} bytes")
     middle.set(xscale="log", yscale="log", xlabel=keys, ylabel="above exact attention (nats per byte)",
                title="The same, above exact attention")  # fmt: skip
     right.set(xscale="log", xlabel=keys, ylabel="loss (nats per word)", title="The paper: 512 words of WikiText-103")

@@ -36,12 +36,14 @@ from sparing_lab.tasks.trainable import Task
 from sparing_lab.training.config import Config
 
 SMALL: dict[str, Any] = {
-    "task": "masked", "width": 64, "heads": 8, "layers": 2, "hidden": 256, "steps": 1200, "rate": 4e-3,
-    "evaluate": 400,
+    "task": "masked", "hidden_size": 64, "num_heads": 8, "num_layers": 2, "intermediate_size": 256,
+    "max_steps": 1200, "learning_rate": 4e-3,
+    "eval_steps": 400,
 }  # fmt: skip
 LARGE: dict[str, Any] = {
-    "task": "masked", "width": 768, "heads": 12, "layers": 12, "hidden": 3072, "steps": 2_476_000, "rate": 1e-4,
-    "warmup": 0.1, "decay": 0.01, "clip": 5.0,
+    "task": "masked", "hidden_size": 768, "num_heads": 12, "num_layers": 12, "intermediate_size": 3072,
+    "max_steps": 2_476_000, "learning_rate": 1e-4,
+    "warmup_ratio": 0.1, "weight_decay": 0.01, "max_grad_norm": 5.0,
 }  # fmt: skip
 LENGTHS = {"small": (32, 64, 128), "paper": (512, 4096)}
 HASHED = 128  #: shorter texts have less than two keys in the smaller of the paper's chunks
@@ -82,17 +84,17 @@ def _cells(settings: Settings) -> list[Cell]:
         **(SMALL if settings.small else LARGE), "text": _text(settings)[1], "draws": DRAWS[settings.scale],
         "searched": SEARCHED,
     }  # fmt: skip
-    head = of["width"] // of["heads"]
+    head = of["hidden_size"] // of["num_heads"]
     return [
-        {"length": length, "seed": seed, **of, "batch": BYTES[settings.scale] // length, "head": head,
+        {"length": length, "seed": seed, **of, "batch_size": BYTES[settings.scale] // length, "head": head,
          "examples": min(TRIED[settings.scale] // length, VALID), "specs": _specs(settings, length, head)}
         for seed in range(settings.seeds or 1) for length in LENGTHS[settings.scale]
     ]  # fmt: skip
 
 
 def _config(cell: Cell, folder: str | None) -> Config:
-    names = {*SMALL, *LARGE, "length", "batch", "seed"} & set(cell)
-    return Config(data=folder, **{name: cell[name] for name in names})
+    names = {*SMALL, *LARGE, "batch_size", "seed"} & set(cell)
+    return Config(data=folder, max_length=cell["length"], **{name: cell[name] for name in names})
 
 
 def _measure(settings: Settings, cell: Cell) -> list[Row]:
@@ -227,7 +229,8 @@ def _tables(rows: Rows) -> list[Table]:
         pivot("By keys", ["method, r", ""], ladder, columns, lambda spec, group: _cell(group, spec),
               lambda spec: [f"{oracles.NAMES[oracles.family(spec)]}, {oracles.budget(spec)}", ""]),
         listing("Training", pick(rows, what="trained"),
-                {"length": "{length}", "batch": "{batch}", "steps": "{steps}", "perplexity": "{last[perplexity]:.2f}",
+                {"length": "{length}", "batch": "{batch_size}", "steps": "{max_steps}",
+                 "perplexity": "{last[perplexity]:.2f}",
                  "chance": "{chance:.0f}", "one byte always: wrong (%)": "{guess:.1f}"}),
     ]  # fmt: skip
 

@@ -31,8 +31,9 @@ BEST = ("YOSO-64", "YOSO-E")  #: what the paper finds comparable with softmax
 MODELS = {"table 2": "bert-base-uncased", "table 3": "roberta-base"}
 SEARCHED = ("MRPC", "RTE", "SST-2")  #: for batch and rate, as BERT did; the others have a batch of 32 and 3e-5
 SMALL_TASKS = ("SST-2", "MRPC", "RTE")  #: the first that the folder holds is taken
-_SMALL: dict[str, Any] = {"length": 40, "batch": 16, "steps": 96, "rate": 2e-4, "warmup": 0.1,
-                          "evaluate": 32, "frozen": "embeddings"}  # fmt: skip
+_SMALL: dict[str, Any] = {"max_length": 40, "batch_size": 16, "max_steps": 96, "learning_rate": 2e-4,
+                          "warmup_ratio": 0.1,
+                          "eval_steps": 32, "frozen": "embeddings"}  # fmt: skip
 _FURTHER = 96  #: steps that follow a swap
 _HELD = 256  #: examples that a small run is judged by
 COMPARABLE = 0.02  #: of a score
@@ -47,7 +48,8 @@ def _cells(settings: Settings) -> list[Cell]:
     for task in TASKS:
         searched = [(rate, batch) for rate in (2e-5, 3e-5, 4e-5, 5e-5) for batch in (8, 16, 32)]
         for rate, batch in searched if task in SEARCHED else [(3e-5, 32)]:
-            asked = {"length": 128, "batch": batch, "epochs": 4.0, "rate": rate, "dropout": 0.1, "warmup": 0.1}
+            asked = {"max_length": 128, "batch_size": batch, "epochs": 4.0, "learning_rate": rate, "dropout": 0.1,
+                     "warmup_ratio": 0.1}  # fmt: skip
             model = settings.model or MODELS["table 2"]
             cells += [_cell(settings, task, model, name, asked) for name in METHODS]
             if settings.model is None and task in TABLE_3["YOSO-32"]:
@@ -99,7 +101,7 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     weights = training.bare.state_dict()
 
     def tried(method: str, steps: int | None = None) -> Training:
-        asked = replace(config, method=method) if steps is None else replace(config, method=method, steps=steps)
+        asked = replace(config, method=method) if steps is None else replace(config, method=method, max_steps=steps)
         return started(asked, weights, task)
 
     rows: list[Row] = [{"what": "tuned", "curve": curve, "metric": task.metric, **_held(task)}]

@@ -24,16 +24,19 @@ BITS = 9  #: of the paper's codes, which are log2(512)
 SHARP = f"YOSO-E, {BITS} bits"
 MODELS = {**METHODS, SHARP: f"yoso(expectation=True, bits={BITS})"}
 TRIED = (8, 16, 32, 64, 128, 256)  #: hashes at validation
-_SMALL: dict[str, Any] = {"length": 64, "width": 64, "heads": 2, "layers": 2, "hidden": 128, "batch": 16,
-                          "steps": 700, "rate": 3e-3, "warmup": 0.1, "evaluate": 100}  # fmt: skip
+_SMALL: dict[str, Any] = {"max_length": 64, "hidden_size": 64, "num_heads": 2, "num_layers": 2,
+                          "intermediate_size": 128, "batch_size": 16,
+                          "max_steps": 700, "learning_rate": 3e-3, "warmup_ratio": 0.1, "eval_steps": 100}  # fmt: skip
 # BERT-base, as the authors pretrained it; its tokens are bytes here.
-_PAPER: dict[str, Any] = {"length": 512, "width": 768, "heads": 12, "layers": 12, "hidden": 3072, "norm": "post",
-                          "dropout": 0.1, "batch": 256, "steps": 500_000, "rate": 1e-4, "warmup": 0.01,
-                          "evaluate": 2000}  # fmt: skip
+_PAPER: dict[str, Any] = {"max_length": 512, "hidden_size": 768, "num_heads": 12, "num_layers": 12,
+                          "intermediate_size": 3072, "norm": "post",
+                          "dropout": 0.1, "batch_size": 256, "max_steps": 500_000, "learning_rate": 1e-4,
+                          "warmup_ratio": 0.01,
+                          "eval_steps": 2000}  # fmt: skip
 #: What comes behind: longer texts, as many tokens a step. The paper does not say for how many steps.
 _LONGER: dict[str, dict[str, Any]] = {
-    "small": {"length": 128, "batch": 8, "steps": 80, "evaluate": 20},
-    "paper": {"length": 4096, "batch": 32, "steps": 100_000, "evaluate": 2000},
+    "small": {"max_length": 128, "batch_size": 8, "max_steps": 80, "eval_steps": 20},
+    "paper": {"max_length": 4096, "batch_size": 32, "max_steps": 100_000, "eval_steps": 2000},
 }
 # Of small models, whatever their method: they then learn in hundreds of steps to look at neighbours, not in thousands.
 _START = {"tokens": 0.12, "positions": 0.15}
@@ -92,7 +95,7 @@ def _tried(training: Training, hashes: Sequence[int], seed: int) -> list[Row]:
 def _longer(training: Training, longer: dict[str, Any]) -> tuple[dict[str, float], ...]:
     """Training goes on with longer texts; what it knew about positions is repeated."""
     model = training.bare
-    model.masked.encoder.extend_positions(longer["length"])
+    model.masked.encoder.extend_positions(longer["max_length"])
     return started(replace(training.config, **longer), model.state_dict()).run().records
 
 
@@ -214,7 +217,7 @@ _GUARD = "where softmax has learned it itself"
 
 def _tables(rows: Rows) -> list[Table]:
     steps = [int(the(rows, what=what, model="softmax", seed=0)["curve"][-1]["step"]) for what in ("curve", "longer")]
-    lengths = [rows[0]["config"]["length"], rows[0]["longer"]["length"]]
+    lengths = [rows[0]["config"]["max_length"], rows[0]["longer"]["max_length"]]
     ends = [["byte frequencies", f"{_guess(rows):.2f}", "", "", f"{HALF:.3f}", "", "", ""]]
     for model in distinct(rows, "model"):
         line = [model]
@@ -239,7 +242,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
     six = panels(figure, 2, 3, size=(4.4, 3.5))
     looks: dict[str, Any] = {model: style(number) for number, model in enumerate((*YOSO, SHARP))}
     looks["softmax"] = {"color": "black", "marker": "*", "markersize": 6}
-    lengths = [rows[0]["config"]["length"], rows[0]["longer"]["length"]]
+    lengths = [rows[0]["config"]["max_length"], rows[0]["longer"]["max_length"]]
     shown = {"perplexity": "perplexity of hidden bytes", "order_loss": "loss of sentence order, nats"}
     for row, (quantity, words) in enumerate(shown.items()):
         left, middle, right = six[3 * row : 3 * row + 3]

@@ -29,7 +29,7 @@ def text_bytes(text: str | bytes, length: int) -> Tensor:
 def listops_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
     """Nested lists of a quarter of the length and more, and what they come to."""
     if length < 32:  # of shorter ones there are so few that held-out lists are among those that are learned from
-        raise ValueError(f"length={length} is too short for lists; take 32 or more")
+        raise ValueError(f"max_length={length} is too short for lists; take 32 or more")
 
     def split(name: str, count: int) -> Split:
         @functools.lru_cache(maxsize=count)
@@ -82,7 +82,7 @@ def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
     prose, code = (_pieces(texts, length) for texts in (distinct_topics(), python_sources()))
     each = min(len(prose), len(code))
     if each < 20:
-        raise ValueError(f"length={length}: {each} pieces of the installed texts are that long; 20 are the least")
+        raise ValueError(f"max_length={length}: {each} pieces of the installed texts are that long; 20 are the least")
     made = [
         Example(text_bytes(text, length), label) for label, texts in enumerate((prose, code)) for text in texts[:each]
     ]
@@ -140,7 +140,7 @@ def retrieval_task(
         for texts in (distinct_topics(), python_modules())
     )
     if min(len(prose), len(code)) < 6:
-        raise ValueError(f"length={length}: the help topics are too short for pieces of that length")
+        raise ValueError(f"max_length={length}: the help topics are too short for pieces of that length")
 
     def split(name: str, count: int, *kinds: list[list[str]]) -> Split:
         def example(number: int) -> Example:
@@ -166,7 +166,7 @@ def retrieval_task(
 
 def _need(length: int) -> None:
     if length < 16:
-        raise ValueError(f"length={length} is too short for text; take 16 or more")
+        raise ValueError(f"max_length={length} is too short for text; take 16 or more")
 
 
 def _texts(rows: arena_files.Texts, length: int) -> list[Example]:
@@ -197,7 +197,7 @@ def _side(length: int, *, least: int = 8) -> int:
     side = round(length**0.5)
     if side * side != length or side < least:
         raise ValueError(
-            f"length={length} is not that of a square picture with {least} pixels to a side or more; take "
+            f"max_length={length} is not that of a square picture with {least} pixels to a side or more; take "
             f"{least**2}, 1024 or another square"
         )
     return side

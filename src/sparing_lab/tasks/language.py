@@ -39,7 +39,7 @@ def order_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None)
 
 def _task(name: str, objective: Objective, length: int, seed: int, data: Sequence[Path] | Hub | None) -> Task:
     if length < 16:
-        raise ValueError(f"length={length} is too short for text; take 16 or more")
+        raise ValueError(f"max_length={length} is too short for text; take 16 or more")
     if data is None:
         texts, where = distinct_topics(), "Python help topics"
     elif isinstance(data, Hub):

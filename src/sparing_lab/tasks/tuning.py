@@ -34,7 +34,7 @@ class LabelledTexts:
 def glue_task(*, length: int, seed: int, source: Path | Hub | None, part: str | None, pretrained: str | None) -> Task:
     """A task of GLUE by its name; without files: whether one sentence of Python's help follows another."""
     if length < 8:
-        raise ValueError(f"length={length} is too short for sentences; take 8 or more")
+        raise ValueError(f"max_length={length} is too short for sentences; take 8 or more")
     tokenizer = tokenizer_of(pretrained or USUAL)
     about, train, valid = _read(source, part, seed)
     if source is None:

@@ -1,4 +1,4 @@
-"""A training run as a file: whole or not there."""
+"""Checkpoints of a training run, written atomically."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from sparing.store import Damaged, seal, unseal, write_files
-from sparing_lab.training.config import Config, differences
+from sparing_lab.training.config import Config, differences, renamed
 
 FORMAT = 1
-#: What training writes into a run's folder; `model` is that of a pretrained one, as transformers loads it.
+#: What training writes into a run's folder; `model` is a fine-tuned model, as transformers loads it.
 FILES = ("best.pt", "last.pt", "model", "model.new", "model.old")
-REPORTS = ("result.json", "log.csv", "curve.png")  #: that the command writes beside them
-_ALWAYS = {"config", "fingerprint", "examples", "model", "step", "records", "task"}
-_TO_GO_ON = {"optimizer", "losses", "times", "seconds", "scaler"}
-_OUT = "delete it to start anew, or name another folder with --out"
+REPORTS = ("result.json", "log.csv", "curve.png")  #: what the command writes beside them
+_ALWAYS = {"config", "examples", "model", "step", "records", "task"}
+_TO_RESUME = {"optimizer", "losses", "times", "seconds", "scaler"}
+_OUT = "delete it to start again, or name another folder with --out"
 
 
 def save(path: Path, held: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def save(path: Path, held: dict[str, Any]) -> None:
 
 
 def load(path: Path, config: Config | None = None) -> dict[str, Any]:
-    """Return what `save` wrote; config: the run that it must belong to."""
+    """Return what `save` wrote, and refuse a checkpoint of a run with other settings than `config`."""
     try:
         held = _unpacked(unseal(path.read_bytes()))
     except FileNotFoundError:
@@ -37,16 +37,16 @@ def load(path: Path, config: Config | None = None) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"checkpoint: {path} cannot be read: {error.strerror}; {_OUT}") from None
     except Damaged:
-        raise ValueError(f"checkpoint: {path} is damaged, or no checkpoint; {_OUT}") from None
+        raise ValueError(f"checkpoint: {path} is damaged or not a checkpoint; {_OUT}") from None
     if not isinstance(held, dict) or "sparing" not in held:
         raise ValueError(f"checkpoint: {path} was not written by sparing train; {_OUT}")
     if held["sparing"] != FORMAT:
         raise ValueError(f"checkpoint: {path} has format {held['sparing']}; this version reads {FORMAT}; {_OUT}")
-    if missing := (_ALWAYS if config is None else _ALWAYS | _TO_GO_ON) - held.keys():
+    if missing := (_ALWAYS if config is None else _ALWAYS | _TO_RESUME) - held.keys():
         raise ValueError(f"checkpoint: {path} has no {', '.join(sorted(missing))}; {_OUT}")
-    if config is not None and held["fingerprint"] != config.fingerprint:
-        differ = differences(held["config"], config.steps_taken())
-        raise ValueError(f"checkpoint: {path} is of another run ({differ}); name another folder with --out")
+    held["config"] = renamed(held["config"], f"checkpoint: {path}")
+    if config is not None and (differ := differences(held["config"], config.steps_taken())):
+        raise ValueError(f"checkpoint: {path} belongs to another run ({differ}); name another folder with --out")
     found: dict[str, Any] = held
     return found
 
@@ -54,12 +54,12 @@ def load(path: Path, config: Config | None = None) -> dict[str, Any]:
 def _unpacked(content: bytes) -> Any:
     """Return what torch packed, or raise `Damaged`.
 
-    Files of earlier versions have no checksum of the whole, but each part has: torch does not look at it.
+    Files of earlier versions have no checksum of the whole. Each part has one, which torch does not check.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if archive.testzip() is not None:
                 raise Damaged
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception:  # whatever is wrong with the bytes
+    except Exception:  # torch raises many kinds of errors for damaged bytes
         raise Damaged from None

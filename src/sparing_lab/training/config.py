@@ -1,4 +1,7 @@
-"""What a training run is made of: a file, or options of the command."""
+"""The settings of a training run, from a file or from options of the command.
+
+Names follow transformers and accelerate where these have one.
+"""
 
 from __future__ import annotations
 
@@ -19,68 +22,95 @@ from sparing_lab.tasks.trainable import Task
 PRECISIONS = ("no", "bf16", "fp16")
 
 
-def _of(default: Any, words: str) -> Any:
-    return field(default=default, metadata={"words": words})
+#: Former names of settings. Files may still use them; options and Config may not.
+RENAMED = {
+    "length": "max_length", "width": "hidden_size", "heads": "num_heads", "layers": "num_layers",
+    "hidden": "intermediate_size", "batch": "batch_size", "accumulate": "gradient_accumulation_steps",
+    "steps": "max_steps", "rate": "learning_rate", "warmup": "warmup_ratio", "decay": "weight_decay",
+    "clip": "max_grad_norm", "evaluate": "eval_steps", "precision": "mixed_precision",
+}  # fmt: skip
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run. Two runs with equal settings take the same steps."""
+    """The settings of a run. Two runs with equal settings take the same steps."""
 
     task: str
-    method: str = _of("exact", "of attention, such as 'yoso(hashes=32)'")
-    length: int = _of(0, "tokens of an example at most; 0: the task's usual length")
-    width: int = _of(64, "of the states of the model")
-    heads: int = _of(2, "of attention")
-    layers: int = _of(2, "of attention and feed-forward parts")
-    hidden: int = _of(128, "width of the feed-forward parts")
-    norm: str = _of("pre", "where states are normalised: pre or post")
-    dropout: float = _of(0.0, "share of what each part adds that is left out")
-    batch: int = _of(32, "examples of a step, over all processes")
-    accumulate: int = _of(1, "parts of a batch that run one after the other")
-    steps: int = _of(1000, "of the optimizer")
-    epochs: float = _of(0.0, "passes over the examples, in place of --steps")
-    rate: float = _of(0.0, "the highest learning rate; 0: 0.001, or 0.00005 for a pretrained model")
-    warmup: float = _of(0.05, "share of the steps in which the rate rises; then it falls in a line to zero")
-    decay: float = _of(0.01, "of weights")
-    clip: float = _of(1.0, "the largest norm of a gradient")
-    evaluate: int = _of(0, "steps between evaluations; 0: ten in all")
-    precision: str = _of("no", "mixed precision: no, bf16 or fp16")
-    data: str | None = _of(None, "a file, a folder, or hub:NAME; default: what is always there")
-    part: str | None = _of(None, "which of the tasks or sets that --data holds, such as SST-2")
-    pretrained: str | None = _of(None, "for glue: a folder, a name on the hub, or minilm (default)")
-    frozen: str | None = _of(None, "parts of the model that stay as they are, by words in their names: embeddings")
-    seed: int = _of(0, "of weights, examples and their order")
+    method: str = _setting("exact", "attention method, such as 'yoso(hashes=32)'")
+    max_length: int = _setting(0, "maximum number of tokens in an example; 0 uses the length of the task")
+    hidden_size: int = _setting(64, "size of the hidden states")
+    num_heads: int = _setting(2, "number of attention heads in a layer")
+    num_layers: int = _setting(2, "number of layers")
+    intermediate_size: int = _setting(128, "size of the feed-forward layers")
+    norm: str = _setting("pre", "layer normalisation before (pre) or after (post) each residual branch")
+    dropout: float = _setting(0.0, "dropout probability of each residual branch")
+    batch_size: int = _setting(32, "number of examples in a step, over all processes")
+    gradient_accumulation_steps: int = _setting(1, "number of parts in which a batch is run, one after the other")
+    max_steps: int = _setting(1000, "number of optimizer steps")
+    epochs: float = _setting(0.0, "number of passes over the training examples, instead of --max-steps")
+    learning_rate: float = _setting(
+        0.0, "peak learning rate of AdamW; 0 uses 0.001, or 0.00005 to fine-tune a pretrained model"
+    )
+    warmup_ratio: float = _setting(
+        0.05, "share of the steps in which the learning rate rises linearly; it then falls linearly to zero"
+    )
+    weight_decay: float = _setting(0.01, "weight decay of AdamW")
+    max_grad_norm: float = _setting(1.0, "norm to which gradients are clipped")
+    eval_steps: int = _setting(0, "number of steps between evaluations; 0 evaluates ten times")
+    mixed_precision: str = _setting("no", "no, bf16 or fp16")
+    data: str | None = _setting(None, "file, folder, or hub:NAME (default: generated or installed data)")
+    part: str | None = _setting(None, "task or subset of --data, such as SST-2")
+    pretrained: str | None = _setting(
+        None, "pretrained model to fine-tune on glue: a folder or a name on the hub (default: minilm)"
+    )
+    frozen: str | None = _setting(
+        None, "comma-separated words; parameters whose names contain one are not trained, such as embeddings"
+    )
+    seed: int = _setting(0, "random seed for weights, examples and their order")
 
     def __post_init__(self) -> None:
         if self.task not in KINDS:
             raise ValueError(f"task={self.task!r} is not one of {', '.join(KINDS)}")
         _method(self.method)
-        for name in ("width", "heads", "layers", "hidden", "batch", "accumulate", "steps"):
+        for name in (
+            "hidden_size", "num_heads", "num_layers", "intermediate_size", "batch_size", "gradient_accumulation_steps",
+            "max_steps",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("length", "evaluate", "decay", "warmup", "dropout", "rate", "epochs"):
+        for name in (
+            "max_length", "eval_steps", "weight_decay", "warmup_ratio", "dropout", "learning_rate", "epochs",
+        ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a number, and not negative")
-        if not self.clip > 0:
-            raise ValueError(f"clip={self.clip} must be above 0")
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be above 0")
         if self.dropout >= 1:
-            raise ValueError(f"dropout={self.dropout} is a share, and must be below 1")
+            raise ValueError(f"dropout={self.dropout} is a probability and must be below 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be from 0 to below 2^63")
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
-        if self.batch % self.accumulate:
-            raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
-        if self.warmup >= 1:
-            raise ValueError(f"warmup={self.warmup} is a share of the steps, and must be below 1")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} must be a multiple of num_heads={self.num_heads}")
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size={self.batch_size} must be a multiple of "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
+            )
+        if self.warmup_ratio >= 1:
+            raise ValueError(f"warmup_ratio={self.warmup_ratio} is a share of the steps and must be below 1")
+        if self.mixed_precision not in PRECISIONS:
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r} is not one of {', '.join(map(repr, PRECISIONS))}"
+            )
         if self.tuned:
-            self._refuse(("width", "heads", "layers", "hidden", "norm"), "is the pretrained model's own; leave it out")
+            sizes = ("hidden_size", "num_heads", "num_layers", "intermediate_size", "norm")
+            self._refuse(sizes, "cannot be chosen for a pretrained model; leave it out")
         else:
-            self._refuse(("pretrained",), f"belongs to glue; {self.task} trains a model of its own")
-
+            self._refuse(("pretrained",), f"belongs to glue; {self.task} trains a model from scratch")
         for each in fields(self):
             if isinstance(value := getattr(self, each.name), int) and value >= 2**63:
                 raise ValueError(f"{each.name}={value} must be below 2^63")
@@ -93,52 +123,52 @@ class Config:
 
     @property
     def tuned(self) -> bool:
-        """Whether a pretrained model is trained on."""
+        """Whether the run fine-tunes a pretrained model."""
         return KINDS[self.task].tuned
 
     @property
-    def highest(self) -> float:
-        """The highest learning rate."""
-        return self.rate or (5e-5 if self.tuned else 1e-3)
+    def peak_learning_rate(self) -> float:
+        """The highest learning rate, with the default in place of 0."""
+        return self.learning_rate or (5e-5 if self.tuned else 1e-3)
 
     @property
-    def every(self) -> int:
-        """Steps between evaluations."""
-        return self.evaluate or max(self.steps // 10, 1)
+    def steps_between_evaluations(self) -> int:
+        """The number of steps between evaluations, with the default in place of 0."""
+        return self.eval_steps or max(self.max_steps // 10, 1)
 
     @property
     def fingerprint(self) -> str:
-        """The same for runs that take the same steps; when they are evaluated changes nothing."""
+        """A hash of the settings that change which steps are taken."""
         return hashlib.sha256(json.dumps(self.steps_taken(), sort_keys=True).encode()).hexdigest()[:16]
 
     def steps_taken(self) -> dict[str, Any]:
-        """Return the settings that change which steps are taken."""
-        return {name: value for name, value in asdict(self).items() if name != "evaluate"}
+        """Return the settings that change which steps are taken: all but when the model is evaluated."""
+        return {name: value for name, value in asdict(self).items() if name != "eval_steps"}
 
     def load(self) -> Task:
-        """The task's examples."""
+        """Load or generate the examples of the task."""
         kind = KINDS[self.task]
         return kind.load(
-            length=self.length or kind.length, seed=self.seed, data=self.data, part=self.part,
+            length=self.max_length or kind.length, seed=self.seed, data=self.data, part=self.part,
             pretrained=self.pretrained,
         )  # fmt: skip
 
-    def settled(self, task: Task) -> Config:
-        """With the steps that its epochs have."""
+    def resolve_epochs(self, task: Task) -> Config:
+        """Return the config with max_steps worked out from epochs, if these are set."""
         if not self.epochs:
             return self
-        return replace(self, steps=max(round(self.epochs * (len(task.train) // self.batch)), 1))
+        return replace(self, max_steps=max(round(self.epochs * (len(task.train) // self.batch_size)), 1))
 
-    def rate_at(self, step: int) -> float:
-        """The learning rate of a step, which counts from 0."""
-        rising = max(round(self.warmup * self.steps), 1)
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of a step; steps count from 0."""
+        peak, rising = self.peak_learning_rate, max(round(self.warmup_ratio * self.max_steps), 1)
         if step < rising:
-            return self.highest * (step + 1) / rising
-        return self.highest * (self.steps - step) / max(self.steps - rising, 1)
+            return peak * (step + 1) / rising
+        return peak * (self.max_steps - step) / max(self.max_steps - rising, 1)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the settings of a JSON file."""
+    """Return the settings in a JSON file, under their present names."""
     try:
         held = parse(read_text(path, "config", "such as the config.json of a run"))
     except OSError as error:
@@ -146,13 +176,22 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"config: {path} is not JSON: {error}") from None
     if not isinstance(held, dict):
-        raise ValueError(f"config: {path} must be an object, with names of settings")
+        raise ValueError(f"config: {path} must be a JSON object whose keys are settings")
     try:
         held = verify_checksum(held)
     except Damaged as error:
         raise ValueError(f"config: {path}: {error}") from None
+    held = renamed(held, f"config: {path}")
     _refuse_unknown(held, f"config: {path}")
     return held
+
+
+def renamed(settings: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Return settings that an earlier version wrote under their present names."""
+    for old, new in RENAMED.items():
+        if old in settings and new in settings:
+            raise ValueError(f"{label}: {old!r} is the former name of {new!r}; keep one of the two")
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -164,18 +203,20 @@ _TYPES = {"int": (int,), "float": (int, float), "str": (str,), "str | None": (st
 
 
 def made(settings: Mapping[str, Any]) -> Config:
-    """Return a run with these settings; others keep their defaults."""
+    """Return the config with these settings and defaults for the others."""
     _refuse_unknown(settings, "config")
     if "task" not in settings:
-        raise ValueError(f"config: no task is named; there are {', '.join(KINDS)}")
+        raise ValueError(f"config: no task is named; choose one of {', '.join(KINDS)}")
     return Config(**settings)
 
 
 def _refuse_unknown(settings: Mapping[str, Any], label: str) -> None:
-    """Raise where a setting is not known, or is of another type."""
+    """Raise if a setting is unknown or has the wrong type."""
     kinds = {each.name: str(each.type) for each in fields(Config)}
     for name, value in settings.items():
+        if name in RENAMED:
+            raise ValueError(f"{label}: {name!r} is now {RENAMED[name]!r}")
         if name not in kinds:
-            raise ValueError(f"{label}: there is no setting {name!r}; there are {', '.join(kinds)}")
+            raise ValueError(f"{label}: unknown setting {name!r}; choose from {', '.join(kinds)}")
         if not isinstance(value, _TYPES[kinds[name]]) or isinstance(value, bool):
             raise ValueError(f"{label}: {name}={value!r} must be of type {kinds[name]}")

@@ -1,11 +1,12 @@
-"""The loop: batches, steps, evaluations, checkpoints; one process or several, on one machine or many."""
+"""The training loop: steps, evaluations and checkpoints, in one process or several."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,68 +15,25 @@ import torch
 from torch import Tensor
 
 from sparing.store import refuse_overwriting
-from sparing.workbench.estimate import proportion
-from sparing.workbench.metrics import End, metrics_of
 from sparing_lab.tasks.batches import Batches
-from sparing_lab.tasks.trainable import Split, Task
+from sparing_lab.tasks.trainable import Task
 from sparing_lab.training import checkpoint, processes
 from sparing_lab.training.config import Config
-from sparing_lab.training.objectives import Inputs, inputs_of, losses, model_for
+from sparing_lab.training.evaluation import evaluate
+from sparing_lab.training.objectives import Inputs, losses, make_inputs, model_for
+from sparing_lab.training.result import Record, Trained, best_of
 from sparing_lab.training.tuned import Tuned, export
-from sparing_lab.training.watch import Stopped, first_bad_gradient, first_bad_output
+from sparing_lab.training.watch import Stopped, first_non_finite
 
-Record = dict[str, float]  #: of an evaluation
-_TRIED = 32  # examples of an evaluation that run at once
-_SAVED = 60  # seconds between checkpoints at most, where these are quick to write
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What came of a run."""
-
-    config: Config
-    task: Task
-    records: tuple[Record, ...]
-    best: Record
-    losses: tuple[float, ...]  #: of every step
-    model: Any  #: as it is behind the last step; see also `load`
-    times: tuple[float, ...]  #: seconds of training up to each record, without evaluations
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps."""
-        return self.times[-1]
-
-    @property
-    def metric(self) -> float:
-        """Of the best evaluation."""
-        return self.best[self.task.metric]
-
-    @property
-    def beats_chance(self) -> bool:
-        """Whether what is held out shows that something was learned: chance lies outside of 95 %.
-
-        Of an accuracy that is the best of several, each has its share of the 5 %. Of two questions, both are asked.
-        """
-        name, chance, count = self.task.metric, self.task.chance(), len(self.task.valid)
-        level = 1 - 0.05 / len(self.records)
-
-        def above(accuracy: float, chance: float) -> bool:
-            low = proportion(accuracy * count, count, level=level).low
-            return low is not None and low > chance
-
-        if name == "perplexity":
-            order = self.task.objective != "order" or above(self.best["order_accuracy"], self.task.commonest())
-            return self.metric < chance and order
-        if name == "accuracy":
-            return above(self.metric, chance)
-        return self.metric > 2 / math.sqrt(count)  # correlations
+_SECONDS_BETWEEN_CHECKPOINTS = 60  # more if they take long to write
 
 
 class Training:
-    """A run that can be stopped after any step and goes on as if it had not been.
+    """A run that can be stopped after any step, and resumed with the same results.
 
-    task: its examples, where they were made before: runs that differ in their method can share them.
+    folder: for checkpoints; None writes none.
+    tell: called after each step with a text, the number of steps done and the number of all steps.
+    task: examples that were loaded before, which runs with different methods can share.
     """
 
     def __init__(
@@ -97,46 +55,49 @@ class Training:
             )
         self.tell = tell or (lambda text, done, steps: None)
         self.task = config.load() if task is None else task
-        self.asked = config  #: with epochs, where these were named
-        self.config = config = config.settled(self.task)
-        if config.batch > len(self.task.train):
+        self.asked = config  #: before epochs were resolved to steps
+        self.config = config = config.resolve_epochs(self.task)
+        if config.batch_size > len(self.task.train):
             raise ValueError(
-                f"batch={config.batch} is more than the {len(self.task.train)} examples of {self.task.name}"
+                f"batch_size={config.batch_size} is more than the {len(self.task.train)} examples of {self.task.name}"
             )
-        self.accelerator = processes.accelerator(config.precision)
-        if (config.batch // config.accumulate) % self.accelerator.num_processes:
+        self.accelerator = processes.accelerator(config.mixed_precision)
+        if (config.batch_size // config.gradient_accumulation_steps) % self.accelerator.num_processes:
             raise ValueError(
-                f"batch={config.batch} in accumulate={config.accumulate} parts does not divide among "
-                f"{self.accelerator.num_processes} processes"
+                f"batch_size={config.batch_size} cannot be divided into gradient_accumulation_steps="
+                f"{config.gradient_accumulation_steps} parts for {self.accelerator.num_processes} processes"
             )
         torch.manual_seed(config.seed)
         model = model_for(self.task, config)
         optimizer = torch.optim.AdamW(
-            [weight for weight in model.parameters() if weight.requires_grad], lr=config.highest, betas=(0.9, 0.999),
-            eps=1e-6, weight_decay=config.decay,
+            [weight for weight in model.parameters() if weight.requires_grad], lr=config.peak_learning_rate,
+            betas=(0.9, 0.999),
+            eps=1e-6, weight_decay=config.weight_decay,
         )  # fmt: skip
         self.model, self.optimizer = processes.prepare(self.accelerator, model, optimizer)
-        self.batches = Batches(len(self.task.train), config.batch, seed=config.seed, lengths=self.task.train.lengths)
+        self.batches = Batches(
+            len(self.task.train), config.batch_size, seed=config.seed, lengths=self.task.train.lengths
+        )
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
         self.records: list[Record] = []
         self.times: list[float] = []
         self.saved = 0  #: the step of the last checkpoint
-        self._due = time.monotonic() + _SAVED
-        self.on_record: Callable[[], None] = lambda: None  #: called behind each evaluation, by the main process
+        self._due = time.monotonic() + _SECONDS_BETWEEN_CHECKPOINTS
+        self.on_record: Callable[[], None] = lambda: None  #: called after each evaluation, in the main process
 
     @property
     def bare(self) -> Any:
-        """The model without what processes wrap around it."""
+        """The model without the wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model)
 
     def run(self) -> Trained:
-        """The steps that are left."""
-        while self.step < self.config.steps:
+        """Take the remaining steps and return the result."""
+        while self.step < self.config.max_steps:
             self.losses.append(self.take_step())
             self.step += 1
-            self.tell(f"loss {self.losses[-1]:.3f}", self.step, self.config.steps)
-            if self.step % self.config.every == 0 or self.step == self.config.steps:
+            self.tell(f"loss {self.losses[-1]:.3f}", self.step, self.config.max_steps)
+            if self.step % self.config.steps_between_evaluations == 0 or self.step == self.config.max_steps:
                 self.records.append({"step": float(self.step), "loss": self.losses[-1], **self.evaluate()})
                 self.times.append(self.seconds)
                 self._save()
@@ -145,50 +106,55 @@ class Training:
             elif time.monotonic() > self._due:
                 self._save()
         return Trained(
-            self.config, self.task, tuple(self.records), self._best(), tuple(self.losses), self.bare,
+            self.config, self.task, tuple(self.records), best_of(self.records, self.task.metric), tuple(self.losses),
+            self.bare,
             tuple(self.times),
         )  # fmt: skip
 
     def resume(self) -> bool:
-        """Go on from the last checkpoint; False: there is none."""
+        """Resume from the last checkpoint; return False if there is none."""
         path = self._path("last")
         if path is None or not path.exists():
             return False
         held = checkpoint.load(path, self.config)
         if held["examples"] != self.task.fingerprint():
             raise ValueError(
-                f"checkpoint: {path} has learned from other examples than {self.task.data} has now; name another "
+                f"checkpoint: {path} was trained on other examples than {self.task.data} holds now; name another "
                 "folder with --out"
             )
         self.bare.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(held["scaler"])  # of fp16 on a GPU
+            self.accelerator.scaler.load_state_dict(held["scaler"])  # fp16 on a GPU
         self.step = self.saved = held["step"]
         self.seconds = held["seconds"]
         self.losses, self.records, self.times = (list(held[name]) for name in ("losses", "records", "times"))
         return True
 
     def export(self) -> None:
-        """Of a pretrained model, the best state as a folder that transformers loads: FOLDER/model."""
+        """Write the best weights of a fine-tuned model to FOLDER/model, as transformers loads them."""
         if self.folder is None or not isinstance(self.bare, Tuned) or not self.accelerator.is_main_process:
             return
         self.bare.load_state_dict(checkpoint.load(self.folder / "best.pt")["model"])
         export(self.bare, self.config, self.folder / "model")
 
+    def evaluate(self) -> Record:
+        """Return loss and metrics on the held-out examples."""
+        return evaluate(self.bare, self.task, self.accelerator, self.config.seed)
+
     def take_step(self) -> float:
-        """Learn from the next batch: the loss."""
+        """Train on the next batch and return its loss."""
         start = time.perf_counter()
         config, accelerator = self.config, self.accelerator
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = config.rate_at(self.step)
+            group["lr"] = config.learning_rate_at(self.step)
         parts = self._parts()
         value = self._gradients(parts)
         if not math.isfinite(value):
             self._stop(parts, value)
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
-        if norm is not None and not bool(torch.as_tensor(norm).isfinite()) and config.precision != "fp16":
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        if norm is not None and not bool(torch.as_tensor(norm).isfinite()) and config.mixed_precision != "fp16":
             self._stop(parts, value)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -196,11 +162,11 @@ class Training:
         return value
 
     def _seed(self) -> None:
-        """Seed by the step, not by how often this run was stopped; all processes draw the same numbers."""
+        """Seed by the step alone: stopped runs draw the same numbers, and so do all processes."""
         torch.manual_seed(Random(f"step {self.config.seed} {self.step}").getrandbits(63))
 
     def _gradients(self, parts: Sequence[Inputs]) -> float:
-        """Of the loss over all parts, which is returned."""
+        """Accumulate the gradients of all parts, and return the loss over all processes."""
         accelerator = self.accelerator
         self._seed()
         counts = torch.tensor([sum(part.asked for part in parts), sum(len(part.targets) for part in parts)])
@@ -212,85 +178,33 @@ class Training:
                 loss = found.loss / asked
                 if found.order is not None:
                     loss = loss + found.order / examples
-                accelerator.backward(loss * accelerator.num_processes)  # which averages over processes
+                accelerator.backward(loss * accelerator.num_processes)  # backward averages over processes
                 total += loss.detach()
         return float(accelerator.reduce(total, reduction="sum"))
 
     def _parts(self) -> list[Inputs]:
-        """What this process runs of the step, in as many parts as the batch is cut into."""
+        """Return this process's share of the batch, in gradient_accumulation_steps parts."""
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         mine = self.batches.part(self.step, rank, ranks)
-        size = len(mine) // self.config.accumulate
-        return [self._inputs(self.task.train, mine[at : at + size], self.step) for at in range(0, len(mine), size)]
-
-    def _inputs(self, split: Split, numbers: Sequence[int], step: int | str) -> Inputs:
-        seeds = [Random(f"hide {self.config.seed} {step} {number}").getrandbits(63) for number in numbers]
-        found = inputs_of(self.task, [split[number] for number in numbers], seeds)
-        return found.to(self.accelerator.device)
+        size = len(mine) // self.config.gradient_accumulation_steps
+        return [
+            make_inputs(self.task, self.task.train, mine[at : at + size], f"{self.config.seed} {self.step}").to(
+                self.accelerator.device
+            )
+            for at in range(0, len(mine), size)
+        ]
 
     def _synchronised(self, *, last: bool) -> Any:
-        from contextlib import nullcontext
-
+        """Return a context that exchanges gradients after the last part only."""
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
-    def _stop(self, parts: Sequence[Inputs], value: float) -> None:
-        lower = f"the loss is {value}; try a rate below {self.config.highest:g}"
-        self._seed()
-        for part in parts:
-            where = first_bad_output(self.bare, lambda part=part: self.bare(**part.arguments))
-            if where is not None:
-                raise Stopped(f"step {self.step}: the output of {where} is not finite; {lower}")
-        self.optimizer.zero_grad()
-        self._seed()
-        for part in parts:  # again: where one gradient is not finite, clipping has spoilt all
-            found = losses(self.bare, part)
-            (found.loss if found.order is None else found.loss + found.order).backward()
-        where = first_bad_gradient(self.bare) or "some part in another process"
-        raise Stopped(f"step {self.step}: the gradient of {where} is not finite; {lower}")
-
-    @torch.no_grad()
-    def evaluate(self) -> Record:
-        """On the examples that are held out, shared among processes."""
-        from accelerate.utils import gather_object
-
-        state = torch.get_rng_state()
-        torch.manual_seed(self.config.seed)
-        self.model.eval()
-        rank, ranks, split = self.accelerator.process_index, self.accelerator.num_processes, self.task.valid
-        mine = list(range(rank, len(split), ranks))
-        if split.lengths is not None:
-            mine.sort(key=split.lengths.__getitem__)  # so that little is padding
-        ends: list[End] = []
-        device = self.accelerator.device
-        sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        for at in range(0, len(mine), _TRIED):
-            part = self._inputs(split, mine[at : at + _TRIED], "valid")
-            with self.accelerator.autocast():
-                found = losses(self.bare, part)
-            order = [0.0 if each is None else float(each) for each in (found.order, found.ordered)]
-            each = (float(found.loss), float(found.right), part.asked, *order, len(part.targets))
-            sums += torch.tensor(each, dtype=sums.dtype, device=device)
-            if self.task.judged:
-                ends += _ends(found.scores, part.targets)
-        torch.set_rng_state(state)
-        loss, right, asked, order_loss, ordered, examples = self.accelerator.reduce(sums, reduction="sum").tolist()
-        found_: Record = {"valid_loss": loss / asked}
-        if self.task.objective != "score":
-            found_["accuracy"] = right / asked
-        if self.task.judged:
-            score = metrics_of("classifier")[self.task.judged].score
-            assert score is not None
-            found_[self.task.judged] = score(gather_object(ends), "")
-        if self.task.metric == "perplexity":
-            found_["perplexity"] = math.exp(min(loss / asked, 50))
-        if self.task.objective == "order":
-            found_["order_loss"], found_["order_accuracy"] = order_loss / examples, ordered / examples
-        return found_
-
-    def _best(self) -> Record:
-        key = self.task.metric
-        sign = -1 if key == "perplexity" else 1
-        return max(self.records, key=lambda record: -math.inf if math.isnan(record[key]) else sign * record[key])
+    def _stop(self, parts: Sequence[Inputs], loss: float) -> None:
+        """Raise `Stopped` with the first module or parameter that is not finite in this step."""
+        where = first_non_finite(self.bare, parts, self._seed)
+        raise Stopped(
+            f"step {self.step}: {where} is not finite; the loss is {loss}; try a learning rate below "
+            f"{self.config.peak_learning_rate:g}"
+        )
 
     def _path(self, name: str) -> Path | None:
         return None if self.folder is None else self.folder / f"{name}.pt"
@@ -301,11 +215,14 @@ class Training:
             self._due = math.inf
             return
         held: dict[str, Any] = {
-            "config": asdict(self.config), "fingerprint": self.config.fingerprint,
-            "examples": self.task.fingerprint(), "model": _cpu(self.bare.state_dict()), "step": self.step,
-            "records": self.records, "task": self.task.name,
+            "config": asdict(self.config), "examples": self.task.fingerprint(),
+            "model": _cpu(self.bare.state_dict()), "step": self.step, "records": self.records, "task": self.task.name,
         }  # fmt: skip
-        if self.records and self.records[-1]["step"] == self.step and self._best() is self.records[-1]:
+        if (
+            self.records
+            and self.records[-1]["step"] == self.step
+            and best_of(self.records, self.task.metric) is self.records[-1]
+        ):
             checkpoint.save(self.folder / "best.pt", held)
         more = {
             "optimizer": self.optimizer.state_dict(),
@@ -317,17 +234,7 @@ class Training:
         checkpoint.save(self.folder / "last.pt", {**held, **more})
         self.saved = self.step
         took = time.monotonic() - start
-        self._due = start + took + max(_SAVED, 20 * took)
-
-
-def _ends(scores: Tensor, targets: Tensor) -> list[End]:
-    """What `measure.metrics` judges."""
-    if targets.is_floating_point():
-        return [{"score": float(s), "label": float(y)} for s, y in zip(scores.flatten(), targets, strict=True)]
-    return [
-        {"class": float(found), "label": float(wanted), "classes": float(scores.shape[-1])}
-        for found, wanted in zip(scores.argmax(-1), targets, strict=True)
-    ]
+        self._due = start + took + max(_SECONDS_BETWEEN_CHECKPOINTS, 20 * took)
 
 
 def _cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -335,7 +242,7 @@ def _cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train(config: Config, folder: str | Path | None = None, **options: Any) -> Trained:
-    """A whole run; with a folder, from where it was."""
+    """Train and return the result; with a folder, resume from its last checkpoint."""
     training = Training(config, folder, **options)
     if training.folder is not None:
         training.folder.mkdir(parents=True, exist_ok=True)
@@ -346,7 +253,7 @@ def train(config: Config, folder: str | Path | None = None, **options: Any) -> T
 
 
 def load(folder: str | Path) -> Any:
-    """The best model of a run, from its folder."""
+    """Return the model of a run's best evaluation, from its folder."""
     held = checkpoint.load(Path(folder) / "best.pt")
     config = Config(**held["config"])
     model = model_for(config.load(), config)

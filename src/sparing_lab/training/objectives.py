@@ -1,8 +1,9 @@
-"""A model for a task, and what it loses on examples."""
+"""The model for a task, and its loss on examples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,13 @@ from torch.nn import functional as F
 from sparing.nn import CausalLM, Classifier, Decoder, DualTower, Encoder, MaskedLM, Pretraining
 from sparing_lab.tasks.batches import padded
 from sparing_lab.tasks.language import hide
-from sparing_lab.tasks.trainable import Example, Task
+from sparing_lab.tasks.trainable import Example, Split, Task
 from sparing_lab.training.config import Config
 from sparing_lab.training.tuned import freeze, tuned
 
 
 def model_for(task: Task, config: Config) -> nn.Module:
-    """What the task asks for, with the method in every layer."""
+    """Return a model for the task, with the method in every layer."""
     model = tuned(task, config) if config.tuned else _own(task, config)
     freeze(model, config.frozen)
     return model
@@ -27,8 +28,9 @@ def model_for(task: Task, config: Config) -> nn.Module:
 def _own(task: Task, config: Config) -> nn.Module:
     kind = Decoder if task.causal else Encoder
     encoder = kind(
-        task.vocabulary, length=task.length, width=config.width, heads=config.heads, layers=config.layers,
-        hidden=config.hidden, method=config.method, dropout=config.dropout, norm=config.norm,
+        task.vocabulary, length=task.length, width=config.hidden_size, heads=config.num_heads,
+        layers=config.num_layers, hidden=config.intermediate_size, method=config.method, dropout=config.dropout,
+        norm=config.norm,
         segments=2 if task.objective == "order" else 0,
     )  # fmt: skip
     if task.objective == "class":
@@ -41,24 +43,25 @@ def _own(task: Task, config: Config) -> nn.Module:
 
 
 class Inputs(NamedTuple):
-    """Of a model, for some examples."""
+    """Examples as tensors: the arguments of a model, and its targets."""
 
     arguments: dict[str, Tensor]
-    targets: Tensor  #: -100 where nothing is asked
-    order: Tensor | None = None  #: of two parts
+    targets: Tensor  #: -100 where no answer is wanted
+    order: Tensor | None = None  #: labels of sentence order
 
     @property
     def asked(self) -> int:
-        """Answers that are wanted."""
+        """The number of answers that are wanted."""
         return int((self.targets != -100).sum())
 
     def to(self, device: torch.device) -> Inputs:
+        """Return the same inputs on a device."""
         moved = {name: tensor.to(device) for name, tensor in self.arguments.items()}
         return Inputs(moved, self.targets.to(device), None if self.order is None else self.order.to(device))
 
 
 def inputs_of(task: Task, examples: Sequence[Example], seeds: Sequence[int]) -> Inputs:
-    """Examples as tensors. seeds: one for each, of what is hidden: not of the batch, whose make-up may differ."""
+    """Return examples as tensors; seeds: one for each example, which choose the tokens that are hidden."""
     kind = torch.float32 if task.objective == "score" else torch.long
     labels = torch.tensor([example.label for example in examples], dtype=kind)
     tokens, mask = padded([example.tokens for example in examples], padding=task.padding)
@@ -86,6 +89,12 @@ def inputs_of(task: Task, examples: Sequence[Example], seeds: Sequence[int]) -> 
     return Inputs({**arguments, **segments}, targets, labels)
 
 
+def make_inputs(task: Task, split: Split, numbers: Sequence[int], key: str) -> Inputs:
+    """Return the examples of these numbers as tensors; what is hidden in each depends on its number and the key."""
+    seeds = [Random(f"hide {key} {number}").getrandbits(63) for number in numbers]
+    return inputs_of(task, [split[number] for number in numbers], seeds)
+
+
 def _other(example: Example) -> Tensor:
     assert example.other is not None
     return example.other
@@ -95,14 +104,14 @@ class Losses(NamedTuple):
     """Sums over the answers that were wanted."""
 
     loss: Tensor  #: of the tokens or classes
-    right: Tensor
-    scores: Tensor  #: what the model said
+    right: Tensor  #: answers that were right
+    scores: Tensor  #: output of the model
     order: Tensor | None = None  #: the loss of sentence order, over the examples
-    ordered: Tensor | None = None  #: examples whose order was told
+    ordered: Tensor | None = None  #: examples whose order was right
 
 
 def losses(model: Any, inputs: Inputs) -> Losses:
-    """Cross-entropy, or squared error of scores, summed."""
+    """Return the summed cross-entropy, or the summed squared error of scores."""
     found = model(**inputs.arguments)
     scores, order = (found.tokens, found.order) if inputs.order is not None else (found, None)
     scores = scores.float()

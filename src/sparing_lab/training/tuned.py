@@ -1,4 +1,4 @@
-"""A pretrained encoder with a read-out for a task, and any method in its attention."""
+"""A pretrained encoder with a new head for a task, and any method in its attention layers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sparing_lab.tasks.trainable import Task
 from sparing_lab.tasks.tuning import USUAL, tokenizer_of
 from sparing_lab.training.config import Config
 
-# What models call their dropout: of states, and of attention weights, which few methods have.
+# Names of dropout settings: for hidden states, and for attention weights, which few methods support.
 _STATES = ("hidden_dropout_prob", "dropout", "resid_pdrop", "embd_pdrop", "classifier_dropout", "seq_classif_dropout")
 _WEIGHTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
 
 
 class Tuned(nn.Module):
-    """A model of transformers that gives classes or a score, called as `sparing.nn.Classifier` is."""
+    """A transformers model that returns classes or a score, with the signature of `sparing.nn.Classifier`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tuned(nn.Module):
 
 
 def tuned(task: Task, config: Config) -> Tuned:
-    """The pretrained model with a new read-out."""
+    """Return the pretrained model with a new head for the task."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -47,23 +47,23 @@ def tuned(task: Task, config: Config) -> Tuned:
 
     chosen = _method(config.method)
     if chosen.supports.gradient != "full":
-        raise Unsupported(f"{chosen} has no gradient for queries and keys, so that nothing can be trained with it")
+        raise Unsupported(f"{chosen} has no gradient for queries and keys, so no model can be trained with it")
     if chosen.learned(1, 8, 8, task.length) is not None:
         raise Unsupported(
-            f"{chosen} learns something of its own, for which a pretrained model has no place; tasks other than glue "
-            "train models that have one"
+            f"{chosen} has parameters of its own, for which a pretrained model has no place; tasks other than glue "
+            "train models that have them"
         )
     name: Any = weights_folder() if config.pretrained in (None, USUAL) else config.pretrained
     names = task.labels or ([f"LABEL_{number}" for number in range(task.classes)])
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the read-out is new is the purpose
+    logging.set_verbosity_error()  # it would warn that the head is new, which is intended
     try:
         settings = AutoConfig.from_pretrained(name, num_labels=task.classes, trust_remote_code=False)
         room = min(
             getattr(settings, "max_position_embeddings", math.inf),
             tokenizer_of(config.pretrained or USUAL).model_max_length,
         )
-        settings.finetuning_task = task.part  # as textattack's models say it
+        settings.finetuning_task = task.part  # where textattack's models name it
         settings.id2label, settings.label2id = dict(enumerate(names)), {word: n for n, word in enumerate(names)}
         for names_, value in ((_STATES, config.dropout), (_WEIGHTS, 0.0)):
             for each in names_:
@@ -72,21 +72,21 @@ def tuned(task: Task, config: Config) -> Tuned:
         model = AutoModelForSequenceClassification.from_pretrained(
             name, config=settings, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever is wrong with the files
+    except Exception as error:  # transformers raises many kinds of errors for bad files
         raise ValueError(f"pretrained={config.pretrained!r} cannot be loaded: {first_line(error)}") from None
     finally:
         logging.set_verbosity(before)
     if task.length > room:
-        raise ValueError(f"length={task.length} is more than the {room} tokens of the pretrained model; take fewer")
+        raise ValueError(f"max_length={task.length} is more than the {room} positions of the pretrained model")
     if config.method != "exact":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it needs training, which is about to come
-            approximate(model, config.method, seed=None)  # each step draws anew, as the run's seed and its number say
+            warnings.simplefilter("ignore", UserWarning)  # it would warn that the method needs training, which follows
+            approximate(model, config.method, seed=None)  # each step draws its own numbers from the run's seed
     return Tuned(model)
 
 
 def export(model: Tuned, config: Config, folder: Path) -> None:
-    """Write the model and its tokenizer as a folder that transformers loads, whole or not at all."""
+    """Write the model and its tokenizer as a folder that transformers loads, atomically."""
     new, old = folder.with_name(f"{folder.name}.new"), folder.with_name(f"{folder.name}.old")
     if old.exists() and not folder.exists():  # a process was killed between the two renames below
         os.replace(old, folder)
@@ -95,7 +95,7 @@ def export(model: Tuned, config: Config, folder: Path) -> None:
     try:
         model.model.save_pretrained(new)
         tokenizer_of(config.pretrained or USUAL).save_pretrained(new)
-    except Exception as error:  # each library has an error of its own for a full disk
+    except Exception as error:  # each library raises its own error for a full disk
         shutil.rmtree(new, ignore_errors=True)
         raise OSError(f"{folder} cannot be written: {first_line(error)}") from None
     if folder.exists():
@@ -105,14 +105,16 @@ def export(model: Tuned, config: Config, folder: Path) -> None:
 
 
 def freeze(model: nn.Module, words: str | None) -> None:
-    """Let parameters stay as they are whose names have one of these words, between commas."""
+    """Freeze the parameters whose names contain one of these comma-separated words."""
     weights = dict(model.named_parameters())
     for word in () if words is None else map(str.strip, words.split(",")):
         found = [name for name in weights if word and word in name]
         if not found:
             parts = sorted({part for name in weights for part in name.split(".") if part.isidentifier()})
-            raise ValueError(f"frozen={words!r}: no weight has {word!r} in its name; they have {', '.join(parts)}")
+            raise ValueError(
+                f"frozen={words!r}: no parameter has {word!r} in its name; their names contain {', '.join(parts)}"
+            )
         for name in found:
             weights[name].requires_grad_(False)
     if not any(weight.requires_grad for weight in weights.values()):
-        raise ValueError(f"frozen={words!r} leaves nothing to learn")
+        raise ValueError(f"frozen={words!r} freezes every parameter")

@@ -8,7 +8,7 @@ from tests.support.verdicts import changed, others, verdict
 
 NAME = "skyformer-convergence"
 SECONDS = {EXACT: 4.0, KERNELIZED: 4.0, SKYFORMER: 1.0, NYSTROM: 1.0}  #: of a hundred steps
-CONFIG = {"length": 64, "steps": 400, "batch": 8, "data": None}
+CONFIG = {"max_length": 64, "max_steps": 400, "batch_size": 8, "data": None}
 
 
 def curve(losses, seconds):
@@ -104,7 +104,7 @@ def test_all_methods_of_a_task_differ_in_their_method_alone():
         mine = [cell["config"] for cell in cells if cell["task"] == task]
         assert len({str({**config, "method": ""}) for config in mine}) == 1
         assert len({config["method"] for config in mine}) == len(SIDES)
-        assert Config(**mine[0]).every * 5 == mine[0]["steps"]
+        assert Config(**mine[0]).steps_between_evaluations * 5 == mine[0]["max_steps"]
 
 
 def test_the_papers_settings(tmp_path):
@@ -115,5 +115,5 @@ def test_the_papers_settings(tmp_path):
         (tmp_path / name).write_text("x")
     cells = STUDY.cells(Settings(scale="paper", data=tmp_path))
     assert [cell["task"] for cell in cells[:: len(SIDES)]] == list(TASKS)
-    assert {cell["config"]["steps"] for cell in cells} == {50_000}
-    assert cells[0]["config"]["evaluate"] == 1000
+    assert {cell["config"]["max_steps"] for cell in cells} == {50_000}
+    assert cells[0]["config"]["eval_steps"] == 1000

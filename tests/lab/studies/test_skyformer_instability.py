@@ -103,7 +103,7 @@ def test_a_ratio_is_the_mean_of_the_steps_ratios():
 @pytest.fixture(scope="module")
 def tiny():
     found = Config(**STUDY.cells(Settings(seeds=1))[1]["configs"][SKYFORMER])
-    return replace(found, length=64, batch=2, method="skyformer(landmarks=8)")
+    return replace(found, max_length=64, batch_size=2, method="skyformer(landmarks=8)")
 
 
 def test_a_score_is_what_a_step_changes(tiny):
@@ -162,7 +162,7 @@ def test_the_papers_settings(tmp_path):
     small, *_ = STUDY.cells(Settings())
     assert small["first"] == 20
     for config in small["configs"].values():
-        assert (config["layers"], config["width"], config["heads"]) == (2, 64, 2)
+        assert (config["num_layers"], config["hidden_size"], config["num_heads"]) == (2, 64, 2)
     with pytest.raises(ValueError, match=r"--data .*imdb/train\*.jsonl.*aan/\*.tsv.*cifar10/\*.npz"):
         STUDY.cells(Settings(scale="paper"))
     for name in ("imdb/train.jsonl", "aan/pairs.tsv", "cifar10/grey.npz"):
@@ -170,8 +170,8 @@ def test_the_papers_settings(tmp_path):
         (tmp_path / name).write_text("x")
     cells = STUDY.cells(Settings(scale="paper", data=tmp_path))
     found = {cell["task"]: Config(**cell["configs"][SKYFORMER]) for cell in cells}
-    assert [found[task].length for task in TASKS] == [4000, 2000, 4000, 1024, 1024]
-    assert found["ListOps"].rate_at(999) == pytest.approx(1e-4)  # 1000 steps of warm-up
+    assert [found[task].max_length for task in TASKS] == [4000, 2000, 4000, 1024, 1024]
+    assert found["ListOps"].learning_rate_at(999) == pytest.approx(1e-4)  # 1000 steps of warm-up
     assert found["Image"].method == "skyformer(landmarks=128)"
     assert found["Text"].data == str(tmp_path)
     assert found["ListOps"].data is None

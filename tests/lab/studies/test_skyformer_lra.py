@@ -37,7 +37,7 @@ OURS = ("fused", "fused-memory", "learned")
 
 
 def trained(side, number, task, accuracy):
-    config = {"length": 64, "steps": 10, "batch": 8, "layers": 2, "width": 64, "data": None}
+    config = {"max_length": 64, "max_steps": 10, "batch_size": 8, "num_layers": 2, "hidden_size": 64, "data": None}
     return {
         "what": "train", "task": task, "side": side, "seed": 0, "accuracy": accuracy, "held": 10**6, "seconds": 1.0,
         "steps": 10, "chance": (0.5, 0.1, 0.5, 0.5, 0.1)[number], "config": config,
@@ -197,7 +197,16 @@ def test_the_matrix_is_exact_attention_and_no_method_of_the_library():
 def test_a_models_row():
     setup = Setup(32, 16, 1e-2, 40, 0.1, 8)
     cell = training_cell(
-        Settings("paper"), "ListOps", LINFORMER, setup, seed=0, data=None, width=16, hidden=16, layers=1, evaluate=20
+        Settings("paper"),
+        "ListOps",
+        LINFORMER,
+        setup,
+        seed=0,
+        data=None,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        eval_steps=20,
     )
     row = train_one(cell)
     assert cell["config"]["method"] == "linformer(rank=8)"
@@ -210,7 +219,7 @@ def test_a_models_row():
 
 def test_examples_are_made_once_and_before_the_clock_runs(monkeypatch):
     made = []
-    task = Config("listops", length=32).load()
+    task = Config("listops", max_length=32).load()
 
     def example(number):
         made.append(number)
@@ -218,13 +227,23 @@ def test_examples_are_made_once_and_before_the_clock_runs(monkeypatch):
 
     counted = replace(task, train=replace(task.train, example=example))
     monkeypatch.setattr(_arena, "_examples", lambda *given: counted)
-    assert examples_of(Config("listops", length=32, batch=4, steps=3)) is counted
+    assert examples_of(Config("listops", max_length=32, batch_size=4, max_steps=3)) is counted
     assert len(made) == len(set(made)) == 12
 
 
 def test_so_many_examples_as_a_cell_says():
     setup = Setup(32, 4, 1e-2, 2, 0.1, 8, examples=(30, 7))
-    cell = training_cell(Settings("paper"), "ListOps", EXACT, setup, seed=0, data=None, width=16, hidden=16, layers=1)
+    cell = training_cell(
+        Settings("paper"),
+        "ListOps",
+        EXACT,
+        setup,
+        seed=0,
+        data=None,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+    )
     assert train_one(cell)["held"] == 7
     assert len(examples_of(Config(**cell["config"]), cell["examples"]).train) == 30
 
@@ -258,7 +277,12 @@ def test_the_papers_settings(tmp_path):
     cells = [cell for cell in STUDY.cells(Settings(scale="paper", data=tmp_path)) if cell["what"] == "train"]
     assert len(cells) == len(TASKS) * len(SIDES) * 3  # seeds
     config = next(Config(**cell["config"]) for cell in cells if (cell["task"], cell["side"]) == ("Text", NYSTROM))
-    assert (config.length, config.batch, config.steps, config.method) == (4000, 16, 50_000, "nystrom(landmarks=128)")
+    assert (config.max_length, config.batch_size, config.max_steps, config.method) == (
+        4000,
+        16,
+        50_000,
+        "nystrom(landmarks=128)",
+    )
     assert {cell["task"]: cell.get("examples") for cell in cells}["ListOps"] == [96_000, 2_000]
     (tmp_path / "aan/pairs.tsv").unlink()
     with pytest.raises(ValueError, match="pairs of papers"):

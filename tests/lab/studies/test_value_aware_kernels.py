@@ -203,8 +203,8 @@ def test_a_small_model_is_trained_and_tried(tmp_path):
     (tmp_path / "wikitext2" / "valid.txt").write_text(" ".join(random.choice(words) for _ in range(8000)))
     settings = Settings(data=tmp_path)
     cell = {
-        **STUDY.cells(settings)[2], "length": 24, "width": 16, "heads": 2, "layers": 1, "hidden": 16, "steps": 40,
-        "batch": 8, "rate": 0.01, "evaluate": 40, "examples": 12, "searched": 2, "budgets": {"top_keys": [2], "value_aware": [2, 9]},
+        **STUDY.cells(settings)[2], "max_length": 24, "hidden_size": 16, "num_heads": 2, "num_layers": 1, "intermediate_size": 16, "max_steps": 40,
+        "batch_size": 8, "learning_rate": 0.01, "eval_steps": 40, "examples": 12, "searched": 2, "budgets": {"top_keys": [2], "value_aware": [2, 9]},
     }  # fmt: skip
     first, exact, oblivious, aware, same = STUDY.measure(settings, cell)
     assert first["metric"] < 0.2 * 256  # that of a guess
@@ -231,7 +231,13 @@ def test_the_papers_scale_is_its_model_and_wants_its_text(tmp_path):
     (tmp_path / "wikitext103").mkdir()
     (tmp_path / "wikitext103" / "wiki.train.tokens").write_text("a text")
     cell = STUDY.cells(Settings("paper", data=tmp_path))[0]
-    assert (cell["layers"], cell["width"], cell["heads"], cell["length"], cell["steps"]) == (6, 512, 8, 512, 31520)
+    assert (cell["num_layers"], cell["hidden_size"], cell["num_heads"], cell["max_length"], cell["max_steps"]) == (
+        6,
+        512,
+        8,
+        512,
+        31520,
+    )
     assert 65 in cell["budgets"]["top_keys"]
     assert kernels.head(cell) + 1 == 65
 

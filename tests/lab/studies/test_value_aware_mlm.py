@@ -135,8 +135,8 @@ def test_a_small_model_is_trained_and_tried(folder):
     settings = Settings(data=folder)
     specs = ["top_keys(keys=1)", "top_keys(keys=32)", "value_aware(keys=9)", "random_features(features=32)"]
     cell = {
-        **STUDY.cells(settings)[0], "length": 32, "width": 16, "heads": 2, "head": 8, "layers": 1, "hidden": 32,
-        "batch": 16, "steps": 60, "rate": 0.01, "examples": 24, "searched": 1, "specs": specs,
+        **STUDY.cells(settings)[0], "length": 32, "hidden_size": 16, "num_heads": 2, "head": 8, "num_layers": 1, "intermediate_size": 32,
+        "batch_size": 16, "max_steps": 60, "learning_rate": 0.01, "examples": 24, "searched": 1, "specs": specs,
     }  # fmt: skip
     first, search, exact, one, all_, aware, *drawn = STUDY.measure(settings, cell)
     assert first["metric"] < 0.2 * 256  # that of a guess
@@ -155,12 +155,12 @@ def test_a_small_model_is_trained_and_tried(folder):
 def test_cells_hold_what_their_results_depend_on(folder):
     cells = STUDY.cells(Settings(seeds=2))
     assert [(cell["length"], cell["seed"]) for cell in cells] == [(n, s) for s in (0, 1) for n in (32, 64, 128)]
-    assert {cell["length"] * cell["batch"] for cell in cells} == {2048}  # as many bytes of a step
+    assert {cell["length"] * cell["batch_size"] for cell in cells} == {2048}  # as many bytes of a step
     assert [cell["examples"] for cell in cells[:3]] == [256, 128, 64]
     assert {*buckets(128)} < {*cells[2]["specs"]}
     assert not any(spec.startswith("lsh") for spec in cells[1]["specs"])  # a chunk would be half a key
     config = mlm._config(cells[0], None)
-    assert (config.task, config.method, config.length, config.seed) == ("masked", "exact", 32, 0)
+    assert (config.task, config.method, config.max_length, config.seed) == ("masked", "exact", 32, 0)
     assert STUDY.cells(Settings(data=folder))[0]["text"] != cells[0]["text"]
 
 
@@ -168,7 +168,7 @@ def test_the_papers_scale_is_its_length_and_wants_long_texts(folder, tmp_path):
     with pytest.raises(ValueError, match=r"value-aware-mlm wants .*books/\*\.txt.*PG19"):
         STUDY.cells(Settings("paper"))
     cell = STUDY.cells(Settings("paper", data=folder))[-1]
-    assert (cell["length"], cell["layers"], cell["width"], cell["heads"]) == (4096, 12, 768, 12)
+    assert (cell["length"], cell["num_layers"], cell["hidden_size"], cell["num_heads"]) == (4096, 12, 768, 12)
     wanted = {"top_keys(keys=65)", "value_aware(keys=65)", "random_features(features=256)", *buckets(4096)}
     assert wanted < set(cell["specs"])
     assert [budget(spec) for spec in buckets(4096)] == [64, 512]

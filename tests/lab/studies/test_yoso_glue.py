@@ -120,7 +120,7 @@ def test_a_small_model_is_tuned_tried_and_swapped(small):
     assert [(cell["task"], cell["name"]) for cell in cells] == [("SST-2", name) for name in METHODS]
 
     def shortened(cell):
-        config = {**cell["config"], "steps": 2, "evaluate": 2, "batch": 4}
+        config = {**cell["config"], "max_steps": 2, "eval_steps": 2, "batch_size": 4}
         return {**cell, "config": config, "further": 1, "held": 20}
 
     tuned, *zero, further = _measure(settings, shortened(cells[0]))
@@ -139,7 +139,14 @@ def test_a_small_model_is_tuned_tried_and_swapped(small):
 def test_each_step_of_tuning_draws_anew_and_an_evaluation_does_not(small):
     model, data = small
     config = Config(
-        "glue", "yoso(hashes=1)", data=str(data), part="SST-2", pretrained=model, batch=4, steps=2, length=16
+        "glue",
+        "yoso(hashes=1)",
+        data=str(data),
+        part="SST-2",
+        pretrained=model,
+        batch_size=4,
+        max_steps=2,
+        max_length=16,
     )
     training = Training(config)
     tokens = torch.stack([training.task.train[0].tokens] * 2)
@@ -177,12 +184,12 @@ def test_the_papers_settings(small, monkeypatch):
     roberta = {cell["task"] for cell in cells if cell["model"] == "roberta-base"}
     assert roberta == {"SST-2", "QQP", "MNLI", "MNLI-mm"}
     rte = [cell["config"] for cell in cells if (cell["task"], cell["name"]) == ("RTE", "YOSO-E")]
-    assert {(config["batch"], config["rate"]) for config in rte} == {
+    assert {(config["batch_size"], config["learning_rate"]) for config in rte} == {
         (batch, rate) for batch in (8, 16, 32) for rate in (2e-5, 3e-5, 4e-5, 5e-5)
     }
     assert {config["epochs"] for config in rte} == {4.0}
     (qqp,) = [cell["config"] for cell in cells if (cell["task"], cell["name"]) == ("QQP", "YOSO-E")]
-    assert (qqp["batch"], qqp["rate"]) == (32, 3e-5)
+    assert (qqp["batch_size"], qqp["learning_rate"]) == (32, 3e-5)
 
 
 def test_tables_and_figure_hold_all_methods(rows):

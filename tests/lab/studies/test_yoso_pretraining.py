@@ -131,7 +131,16 @@ def test_a_start_is_the_same_for_every_method():
     assert near < 0.7 * far
 
 
-TINY = {"length": 16, "width": 16, "heads": 1, "layers": 1, "hidden": 16, "batch": 2, "steps": 4, "evaluate": 2}
+TINY = {
+    "max_length": 16,
+    "hidden_size": 16,
+    "num_heads": 1,
+    "num_layers": 1,
+    "intermediate_size": 16,
+    "batch_size": 2,
+    "max_steps": 4,
+    "eval_steps": 2,
+}
 
 
 @pytest.fixture
@@ -142,7 +151,7 @@ def few(monkeypatch):
 
 @pytest.mark.usefixtures("few")
 def test_a_trained_model_is_tried_with_other_hashes_and_longer_texts():
-    longer = {"length": 32, "batch": 2, "steps": 2, "evaluate": 1}
+    longer = {"max_length": 32, "batch_size": 2, "max_steps": 2, "eval_steps": 1}
     config = vars(Config("order", "yoso(expectation=True)", **TINY))
     cell = {"model": "YOSO-E", "seed": 0, "hashes": [1, 512], "config": config, "longer": longer, "start": None}
     curve, few, many, expected, after = _measure(Settings(), cell)
@@ -177,9 +186,19 @@ def test_the_scales_name_their_models_and_data(tmp_path):
     cells = STUDY.cells(Settings("paper", data=tmp_path))
     assert [cell["model"] for cell in cells] == list(METHODS)
     config = cells[0]["config"]
-    assert (config["width"], config["heads"], config["layers"], config["length"]) == (768, 12, 12, 512)
-    assert (config["steps"], config["batch"], config["rate"], config["data"]) == (500_000, 256, 1e-4, str(tmp_path))
-    assert cells[0]["longer"]["length"] == 4096
+    assert (config["hidden_size"], config["num_heads"], config["num_layers"], config["max_length"]) == (
+        768,
+        12,
+        12,
+        512,
+    )
+    assert (config["max_steps"], config["batch_size"], config["learning_rate"], config["data"]) == (
+        500_000,
+        256,
+        1e-4,
+        str(tmp_path),
+    )
+    assert cells[0]["longer"]["max_length"] == 4096
     assert len(STUDY.cells(Settings(seeds=3))) == 3 * (len(METHODS) + 1)
     before = cells[0]["text"]
     (tmp_path / "books.txt").write_text("another text " * 20_000)
