@@ -159,6 +159,25 @@ def test_normalisations():
     torch.testing.assert_close(huge, rows.float(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["yoso(hashes=8)", "yoso(expectation=True)"])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_the_length_of_tiny_values_does_not_count(spec, impl):
+    """A power of two changes no digit, and the l2 normalisation takes it out again."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 8, generator=gen) for _ in range(3))
+    grad = torch.randn(1, 2, 40, 8, generator=gen)
+
+    def out_and_gradient(size):
+        leaf = (v * size).requires_grad_()
+        out = sparing.attention(q, k, leaf, method=spec, seed=0, impl=impl)
+        return out.detach(), torch.autograd.grad(out, leaf, grad)[0] * size
+
+    wanted, size = out_and_gradient(1.0), 2.0**-102  # values of about 2e-31
+    assert bool(wanted[0].any())
+    for one, other in zip(out_and_gradient(size), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_expectation_draws_nothing():
     x = clustered(40)
     for method in (Yoso(expectation=True), Yoso(expectation=True, hashes=1, hash="gaussian")):

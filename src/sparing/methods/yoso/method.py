@@ -134,12 +134,12 @@ class Yoso(Method):
         if call.noted:
             call.note(query_codes=kernels.codes(q, *sampling), key_codes=kernels.codes(k, *sampling))
         exact = self.gradient == "exact"
-        unit = dense.smallest(q.dtype) if self.normalize == "l2" else None
+        unit = _shortest(q.dtype) if self.normalize == "l2" else None
         sums = kernels.collision_sums(q, k, self._values(v), call.mask.keep, *sampling, call.mask.causal, exact, unit)
         return self._normalized(sums, v, call, by=lambda rows, _: rows)  # divided already
 
     def _bits(self, k: Tensor, call: Call) -> Tensor:
-        """(B or 1,) bits of each item's codes."""
+        """Return how many bits the codes of each item have, (B or 1,)."""
         _, count = call.mask.key_ranks(k.shape[-2], k.device)
         powers = 2 ** torch.arange(_MOST_BITS, device=k.device)
         bits = (count.unsqueeze(-1) > powers).sum(-1).clamp_min(1)  # log2, rounded up, at most 16
@@ -155,12 +155,12 @@ class Yoso(Method):
         return sampler
 
     def _values(self, v: Tensor) -> Tensor:
-        """With a column of ones where the sum of the weights is needed."""
+        """Return the values, with a column of ones where the sum of the weights is needed."""
         return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1) if self.normalize == "sum" else v
 
     def _normalized(self, sums: Tensor, v: Tensor, call: Call, by: Callable[[Tensor, float], Tensor]) -> Tensor:
         if self.normalize == "l2":  # eq. 6
-            out = by(sums, dense.smallest(sums.dtype))
+            out = by(sums, _shortest(sums.dtype))
         else:
             out = dense.divide_rows(sums[..., :-1], sums[..., -1:]) if self.normalize == "sum" else sums
         return add_convolution(out, v, call, self.name, self.convolution)
@@ -189,13 +189,18 @@ class Yoso(Method):
         return Cost(units * (work + filters) + shape.projection_flops, units * memory, touched)
 
 
+def _shortest(dtype: torch.dtype) -> float:
+    """Return the least size of a row that is divided by its length: the inverse of a smaller one can overflow."""
+    return torch.finfo(dtype).tiny
+
+
 def agreement(x: Tensor) -> Tensor:
-    """The probability that one bit is the same for unit vectors with scalar product x; rounding can take |x| past 1."""
+    """Return the probability that one bit agrees for unit vectors with product x; rounding can take |x| past 1."""
     return 1 - x.clamp(-1, 1).arccos() / math.pi
 
 
 def steepness(x: Tensor) -> Tensor:
-    """f' / (bits f) = 1 / (pi agreement sqrt(1 - x^2)) (eq. 11), finite because |x| is clipped at cos(0.001)."""
+    """Return f' / (bits f) = 1 / (pi agreement sqrt(1 - x^2)) (eq. 11), finite because |x| is clipped at cos(0.001)."""
     x = x.clamp(-_STEEPEST, _STEEPEST)
     return 1 / (math.pi * agreement(x) * (1 - x.square()).sqrt())
 
