@@ -16,18 +16,18 @@ Impl = Literal["auto", "reference", "native"]
 
 
 class Past(Protocol):
-    """What a method keeps of sequences that grow. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
+    """What a method keeps of growing sequences. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
 
-    fresh: (B, n_q), False for new positions that are padding; None: none is. length: positions before these.
+    fresh: (B, n_q), False for new positions that are padding; None if none is. length: positions before these.
     """
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
     ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
-        """Attention of the newest queries, and what `inspect()` would note; then `learn`.
+        """Return attention of the newest queries and what `inspect()` would note, and `learn` the new positions.
 
-        clean: all entries are known to be moderate (`sparing.quarantine`). Else returns None, and learns nothing, if
-        new ones are not.
+        clean: all entries are known to be moderate (`sparing.quarantine`). Without it, None is returned and nothing is
+        learned if new entries are not moderate.
         """
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
@@ -37,7 +37,7 @@ class Past(Protocol):
         """Forget positions from `length` on."""
 
     def select(self, items: Tensor) -> None:
-        """Go on with these items of the batch."""
+        """Keep these items of the batch, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,14 @@ class Call:
     dropout_p: float = 0.0
     slot_keyed_dropout: bool = False  #: each batch slot drops its own weights (calls without an explicit seed)
     impl: Impl = "auto"
-    dtype: torch.dtype = torch.float32  #: that the method computes in
+    dtype: torch.dtype = torch.float32  #: the type that the method computes in
     state: nn.Module | None = None  #: the method's learned state, when a module owns one
-    past: Past | None = None  #: of the sequence whose first call this is; methods may leave there what they computed
+    past: Past | None = None  #: the past of the sequence that starts here; methods may keep there what they computed
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
-    brief: bool = False  #: of the statistics, only those that come for free
+    brief: bool = False  #: only statistics that cost nothing extra
 
     def note(self, **values: Tensor) -> None:
-        """Keep facts about the computation for `inspect()`; free when nobody asked."""
+        """Keep facts about the computation for `inspect()`; does nothing for `attention()`."""
         if self.statistics is not None:
             self.statistics.update({name: value.detach() for name, value in values.items()})
 

@@ -27,7 +27,7 @@ def serve(compute: Any) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def spec_of(chosen: str | Method) -> str | None:
-    """The spec string of a method, also while tracing; None for a method that spec strings cannot name."""
+    """Return the spec string of a method, also while tracing; None for a method that spec strings cannot name."""
     found = method(chosen)
     return str(found) if list_methods().get(found.name) is type(found) else None
 

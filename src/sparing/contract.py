@@ -60,11 +60,11 @@ class Projection(NamedTuple):
     bias: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Projection:
-        """fn of each tensor."""
+        """Apply fn to each tensor."""
         return Projection(fn(self.x), fn(self.weight), None if self.bias is None else fn(self.bias))
 
     def project(self, heads: int) -> Tensor:
-        """The values as [B, heads, n_k, e]."""
+        """Return the values as [B, heads, n_k, e]."""
         return nn.functional.linear(self.x, self.weight, self.bias).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -117,7 +117,7 @@ def knob(
     maximum: float | None = None,
     choices: tuple[Any, ...] | None = None,
 ) -> T:
-    """A field of a method with its default and its allowed range.
+    """Declare a field of a method with its default and its allowed range.
 
     kind: the type, beside a default of None; else that of the default. kinds: types, where several are allowed.
     maximum: 2^31 - 1 for integers and 1e30 for floats if it is not given, so that nothing overflows later.
@@ -153,19 +153,19 @@ class Method:
         object.__setattr__(self, "supports", self.claims())
 
     def claims(self) -> Supports:
-        """What this setting supports, where it differs from the class's; read it as `method.supports`."""
+        """Return what this setting supports, where it differs from the class's; read it as `method.supports`."""
         return type(self).supports
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The specification: q (B, H, n_q, d), k (B, H, n_k, d), v (B, H, n_k, e) -> (B, H, n_q, e)."""
+        """Compute the specification: q (B, H, n_q, d), k (B, H, n_k, d), v (B, H, n_k, e) -> (B, H, n_q, e)."""
         raise NotImplementedError
 
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The same numbers from the same samples as `reference`, at the method's real cost."""
+        """Compute the same numbers from the same samples as `reference`, at the method's real cost."""
         return self.reference(q, k, v, call)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """The same numbers from the same samples, by compiled kernels; None where these do not cover the call.
+        """Compute the same numbers from the same samples by kernels; return None where these do not cover the call.
 
         Only called where kernels are loaded for the device and the type of q.
         """
@@ -175,11 +175,11 @@ class Method:
         """Refuse what this *setting* of the method cannot do (the class's limits are in `supports`)."""
 
     def exact_target(self) -> Method | None:
-        """A method that computes `target` without approximation; None if the method is its own target."""
+        """Return a method that computes `target` without approximation; None if the method is its own target."""
         return method("exact")
 
     def full_budget(self, shape: Shape) -> Method | None:
-        """The setting at which the method reaches its target for this shape; None if there is none."""
+        """Return the setting at which the method reaches its target for this shape; None if there is none."""
         return None
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
@@ -187,18 +187,18 @@ class Method:
         raise NotImplementedError
 
     def reach(self, n_q: int, n_k: int, device: torch.device, call: Call) -> Tensor | None:
-        """Which keys a query may use at all, boolean, broadcastable to (B, H, n_q, n_k); None for all.
+        """Return which keys a query may use at all, boolean, broadcastable to (B, H, n_q, n_k); None for all.
 
         For patterns fixed by position: an infinite or NaN key spoils only the rows that reach it.
         """
         return None
 
     def covers(self, n_k: int) -> bool:
-        """Whether this setting of the budget holds all of so many keys, so that a call may as well be exact."""
+        """Return whether this budget holds as many keys as there are, so that a call may as well be exact."""
         return False
 
     def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past | None:
-        """What the method keeps of a growing sequence, for tensors like these; None: nothing, it has `step` instead.
+        """Return what the method keeps of a growing sequence; None if it keeps nothing and has `step` instead.
 
         q: (B, H, ., d). k, v: (B, H_kv, ., .).
         """
@@ -215,7 +215,7 @@ class Method:
         raise NotImplementedError
 
     def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:
-        """The learned state that `sparing.nn` keeps for this method, or None."""
+        """Return the learned state that `sparing.nn` keeps for this method, or None."""
         return None
 
     def __str__(self) -> str:
@@ -229,12 +229,12 @@ _ALIASES: dict[str, str] = {"kernelized": "kernel(kind='gaussian', normalize='no
 
 
 def list_methods() -> dict[str, type[Method]]:
-    """All registered methods, name -> class, sorted by name."""
+    """Return all registered methods, name -> class, sorted by name."""
     return dict(sorted(_REGISTRY.items()))
 
 
 def method(spec: str | Method) -> Method:
-    """The method that a spec string names: `"nystrom"`, `"yoso(hashes=32)"`, `"kernel(kind=elu)"`.
+    """Return the method that a spec string names: `"nystrom"`, `"yoso(hashes=32)"`, `"kernel(kind=elu)"`.
 
     The grammar is a Python call with literal keyword values; a bare word is a string. Nothing is evaluated.
     """

@@ -49,7 +49,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def checksum(purpose: str) -> int:
-    """The 32 bits by which a purpose enters the counter."""
+    """Return the 32 bits by which a purpose enters the counter."""
     return zlib.crc32(purpose.encode())
 
 
@@ -73,12 +73,12 @@ class Draws:
         return torch.stack(torch.broadcast_tensors(*philox(counter, _split(self.seed))), dim=-1)
 
     def bits_at(self, purpose: str, index: Tensor) -> Tensor:
-        """32 random bits, as int64, for each index; the head axis comes first: (H or 1, ...) -> (H, ...)."""
+        """Return 32 random bits, as int64, for each index; the head axis comes first: (H or 1, ...) -> (H, ...)."""
         words = self._words(purpose, index >> 2)
         return words.gather(-1, (index & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
     def bits(self, purpose: str, *shape: int) -> Tensor:
-        """`bits_at` of the indices 0, 1, 2, ... laid out as (H, *shape)."""
+        """Return `bits_at` of the indices 0, 1, 2, ... laid out as (H, *shape)."""
         count = math.prod(shape)
         if native.ready(torch.empty(0, device=self.streams.device)):
             found = random_bits(self.streams, self.signed_seed, checksum(purpose), count)
@@ -87,11 +87,11 @@ class Draws:
         return self._words(purpose, blocks).flatten(1)[:, :count].reshape(-1, *shape)
 
     def uniform_at(self, purpose: str, index: Tensor) -> Tensor:
-        """Float64 in (0, 1) for each index (H or 1, ...): for draws keyed by a rank among valid tokens."""
+        """Return a float64 in (0, 1) for each index (H or 1, ...), such as a rank among valid tokens."""
         return (self.bits_at(purpose, index).double() + 0.5) / 2**32
 
     def uniform(self, purpose: str, *shape: int) -> Tensor:
-        """Float64 in (0, 1), shape (H, *shape)."""
+        """Return float64 numbers in (0, 1), shape (H, *shape)."""
         if native.ready(torch.empty(0, device=self.streams.device)):
             found = random_uniform(self.streams, self.signed_seed, checksum(purpose), math.prod(shape))
             return found.view(len(self.streams), *shape)
@@ -103,7 +103,7 @@ class Draws:
         return (-2 * u.log()).sqrt() * (2 * math.pi * v).cos()
 
     def normal_norms(self, purpose: str, count: int, d: int) -> Tensor:
-        """Lengths of vectors of d standard normal numbers, float64 (H, count).
+        """Return the lengths of vectors of d standard normal numbers, float64 (H, count).
 
         The squares of two such numbers add up to an exponential one, so no normal number is drawn but an odd last one.
         """
@@ -114,12 +114,12 @@ class Draws:
         return squares.sum(-1).sqrt()
 
     def signs(self, purpose: str, *shape: int) -> Tensor:
-        """-1.0 or 1.0 (float64) with equal probability, shape (H, *shape)."""
+        """Return -1.0 or 1.0 (float64) with equal probability, shape (H, *shape)."""
         return (self.bits(purpose, *shape) & 1).double() * 2 - 1
 
 
 def fold(seed: int, *counters: int) -> int:
-    """A seed for one part of a computation (a layer, a step), independent of its neighbours'."""
+    """Return a seed for one part of a computation (a layer, a step), independent of its neighbours'."""
     for number in counters:
         low, high = _split(number)
         counter = (torch.tensor(low), torch.tensor(high), torch.tensor(0), torch.tensor(checksum("fold")))

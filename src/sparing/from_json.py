@@ -63,7 +63,7 @@ def read_text(path: str | os.PathLike[str], argument: str, form: str) -> str:
 
 
 def _depth_exceeds(held: Any, limit: int) -> bool:
-    """Whether lists and objects are nested deeper; without recursion."""
+    """Return whether lists and objects are nested deeper than the limit, without recursion."""
     level = [held]
     for _ in range(limit + 1):
         parts = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
@@ -74,7 +74,7 @@ def _depth_exceeds(held: Any, limit: int) -> bool:
 
 
 def has_surrogate(text: str) -> bool:
-    r"""Whether a text has half of a surrogate pair, which JSON can write as "\ud800" and no file can hold."""
+    r"""Return whether a text has half of a surrogate pair, which JSON can write as "\ud800" and no file can hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -103,7 +103,7 @@ def build(cls: type[T], held: Any, name: str = "") -> T:
 
 @functools.cache
 def _fields(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Types by field, and the fields without a default."""
+    """Return the type of each field, and the fields without a default."""
     if dataclasses.is_dataclass(cls):
         needed = tuple(
             each.name

@@ -119,7 +119,7 @@ def inspect(
     brief: bool = False,
     past: Past | None = None,
 ) -> Inspection:
-    """`attention()` with what the method knows about its result: the log-sum-exp and its statistics.
+    """Run `attention()` and return what the method knows about its result: log-sum-exp and statistics.
 
     brief: only the facts that come for free; the call then costs what `attention()` does.
     past: of a prompt, what its `Index` keeps, so that nothing is computed twice.
@@ -214,7 +214,7 @@ def _by_head(
 
 
 def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
-    """`out`, and what `inspect()` notes, with the rows that see an extreme entry taken from a call in float64."""
+    """Replace the rows of `out`, and of notes, that see an extreme entry by those of a call in float64."""
     notes: dict[str, Tensor] | None = None if call.statistics is None else {}
     call_64 = replace(call, statistics=notes, past=None)
     if call.mask.bias is not None:
@@ -235,7 +235,7 @@ def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
 
 
 def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
-    """By kernels where they cover the call, else by the path in plain PyTorch; by the specification if asked."""
+    """Run kernels where they cover the call, else plain PyTorch; the specification if asked for."""
     if call.impl == "reference":
         return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
     own = native.ready(q) and _native_is_current(type(chosen))
@@ -246,7 +246,7 @@ def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call
 
 
 def _native_is_current(cls: type[Method]) -> bool:
-    """Whether kernels still compute what the class does: not where a subclass changed the mathematics alone."""
+    """Return whether kernels compute what the class does: not where a subclass changed the mathematics alone."""
 
     def depth(name: str) -> int:
         return next(i for i, base in enumerate(cls.__mro__) if name in base.__dict__)

@@ -85,12 +85,13 @@ class Index:
 
     @property
     def batch(self) -> int:
-        """Sequences that it follows; 0 before the first call."""
+        """The number of sequences that the index follows; 0 before the first call."""
         return self._batch
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """query [B, H, n_q, d] of the newest positions, key [B, H_kv, n, d], value [B, H_kv, n, e] -> [B, H, n_q, e].
+        """Return attention [B, H, n_q, e] of the newest positions to the whole sequence.
 
+        query: [B, H, n_q, d], the newest positions. key: [B, H_kv, n, d] and value: [B, H_kv, n, e], all positions.
         attn_mask: boolean, [B, n] or [B, 1, 1, n], False for padding; it may not change for positions that were there
         before. Rows of padding give zeros, but for those of a prompt.
         """
@@ -111,7 +112,7 @@ class Index:
         return self.advance(query, key, value, keep)
 
     def advance(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
-        """`attention` after a prompt, for arguments that `fits` and `agrees` have found right. keep: [B, n]."""
+        """Run `attention` after a prompt, for arguments that `fits` and `agrees` accepted. keep: [B, n]."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
         with memory_errors_named(self.method, query=query, key=key), _plainly(query):
@@ -136,7 +137,7 @@ class Index:
             return out if spoiled is None else out.masked_fill(spoiled, torch.nan)
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
-        """What a prompt like this leaves its computations to; None if the method keeps nothing."""
+        """Make and return the method's past for a prompt like this; None if the method keeps nothing."""
         with memory_errors_named(self.method, query=query, key=key), _plainly(query):
             self._past = self.method.past(_wide(query), key, value, self._draws(query, key), self._scale(query))
         return self._past
@@ -175,7 +176,7 @@ class Index:
             self.length = length
 
     def select(self, items: Tensor) -> None:
-        """Go on with these items of the batch, in this order; an item may appear again (beams)."""
+        """Keep these items of the batch, in this order; an item may appear again (beams)."""
         if self.length == 0:
             return
         items = torch.as_tensor(items)
@@ -195,7 +196,7 @@ class Index:
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def _arriving(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
-        """The mask as (B, n), or None; every size is checked before anything changes."""
+        """Check every size before anything changes; return the mask as (B, n), or None."""
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.ndim != 4:
                 raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
@@ -245,11 +246,11 @@ class Index:
         return keep
 
     def fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether heads, sizes, type and batch are those that it follows."""
+        """Return whether heads, sizes, type and batch are those that the index follows."""
         return self._kind in (None, _kind(query, key, value)) and self._batch in (0, query.shape[0])
 
     def agrees(self, keep: Tensor | None) -> bool:
-        """Whether a mask [B, n] hides those of the known keys that were hidden before; None hides none."""
+        """Return whether a mask [B, n] hides those of the known keys that were hidden before; None hides none."""
         before, known = None if keep is None else keep[:, : self.length], self._keep
         if before is not None and known is not None:
             return torch.equal(before, known)
@@ -329,13 +330,13 @@ class Index:
 
 
 def _kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
-    """What may not change while a sequence grows."""
+    """Return what may not change while a sequence grows."""
     _, heads, _, size = query.shape
     return heads, key.shape[1], size, value.shape[3], query.dtype, query.device
 
 
 def _plainly(x: Tensor) -> AbstractContextManager[object]:
-    """No gradient, no autocast, and no inference mode, whose tensors could not be written to outside it."""
+    """Switch off gradients, autocast and inference mode, whose tensors could not be written to outside it."""
     kind = x.device.type
     if not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(kind):
         return torch.no_grad() if torch.is_grad_enabled() else nullcontext()

@@ -47,7 +47,7 @@ class Mask:
         return _ranks(self.keep, n_k, device)
 
     def query_ranks(self, n_q: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The same for the queries that may influence other rows."""
+        """Return `key_ranks` for the queries that may influence other rows."""
         return _ranks(self.influence, n_q, device)
 
 
@@ -76,7 +76,7 @@ def read_mask(
 
 
 def _check_pattern(mask: Tensor | None, query: Tensor, n_k: int) -> Tensor | None:
-    """The mask as a 4-D tensor; additive entries at the lowest finite number count as -inf."""
+    """Return the mask as a 4-D tensor; additive entries at the lowest finite number count as -inf."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
@@ -103,7 +103,7 @@ def _check_pattern(mask: Tensor | None, query: Tensor, n_k: int) -> Tensor | Non
 
 
 def _split_padding(mask: Tensor | None, batch: int, n_k: int) -> tuple[Tensor | None, Tensor | None]:
-    """(key padding, other mask). A mask that is the same for all heads and queries, and hides or shows, is padding."""
+    """Return (key padding, other mask). A mask that hides or shows the same keys everywhere is padding."""
     if mask is None:
         return None, None
     if mask.requires_grad:  # a learned bias, also where it is all zero now

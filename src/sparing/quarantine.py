@@ -85,7 +85,7 @@ def quarantine(
 def _split(
     q: Tensor, k: Tensor, payload: Tensor, v: Tensor | Projection, limit: float, method: Method, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Wide | None]:
-    """(q, k, payload) without extreme entries, and the rows that see one."""
+    """Return (q, k, payload) without extreme entries, and the rows that see one."""
     far_q, far_k = (_extreme(t, limit) for t in (q, k))
     far_v = payload.abs() > limit
     if not any(bool(far.any()) for far in (far_q, far_k, far_v)):
@@ -107,7 +107,7 @@ def _with_payload(v: Tensor | Projection, payload: Tensor) -> Tensor | Projectio
 
 
 def _without_nan(call: Call, n_q: int, n_k: int) -> tuple[Call, Tensor | None]:
-    """The call with zeros for NaN and +inf in its additive mask; (B, H, n_q, 1) the rows that see one of them."""
+    """Return the call with zeros for NaN and +inf in its additive mask, and the rows that see one (B, H, n_q, 1)."""
     mask = call.mask.bias
     assert mask is not None
     if mask.numel() == 0 or float(mask.detach().amax()) < math.inf:  # NaN is the largest
@@ -119,7 +119,7 @@ def _without_nan(call: Call, n_q: int, n_k: int) -> tuple[Call, Tensor | None]:
 
 
 def _extreme(rows: Tensor, limit: float) -> Tensor:
-    """Which rows hold an entry beyond the limit."""
+    """Return which rows hold an entry beyond the limit."""
     return rows.detach().abs().amax(-1) > limit
 
 
@@ -176,12 +176,12 @@ def are_moderate(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
 
 @lru_cache(maxsize=64)
 def limit_of(dtype: torch.dtype, scale: float = LARGEST_SCALE) -> float:
-    """The size of entries up to which sums of a million products, times the scale, are surely finite."""
+    """Return the size of entries up to which sums of a million products, times the scale, are finite."""
     return (torch.finfo(dtype).max / max(abs(scale), LARGEST_SCALE) / 1e6) ** 0.5
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if there is a NaN."""
+    """Return the largest magnitude; NaN if there is a NaN."""
     if not tensor.numel():
         return 0.0
     in_memory_order = tensor.detach().permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def python_topics() -> list[str]:
-    """The help topics of the Python documentation, longest first: about 460 kB of English prose and code."""
+    """Return the help topics of the Python documentation, longest first: about 460 kB of prose and code."""
     from pydoc_data.topics import topics
 
     return sorted(topics.values(), key=lambda text: (-len(text), text))
 
 
 def distinct_topics() -> list[str]:
-    """Those that are no part of a longer one: what is held out of these was not seen under another name."""
+    """Return the topics that are not part of a longer one: text that is held out was not seen under another name."""
     found: list[str] = []
     for text in python_topics():
         if not any(text.strip() in longer for longer in found):
@@ -26,7 +26,7 @@ def distinct_topics() -> list[str]:
 
 
 def python_sentences() -> list[str]:
-    """Sentences of prose of 6 to 30 words from the help topics, in their order."""
+    """Return sentences of prose of 6 to 30 words from the help topics, in their order."""
     found = []
     for text in python_topics():
         for paragraph in re.split(r"\n\s*\n", text):
@@ -39,13 +39,13 @@ def python_sentences() -> list[str]:
 
 
 def python_sources() -> list[str]:
-    """The source of modules of the standard library, 30 kB and more each."""
+    """Return the source of modules of the standard library, 30 kB and more each."""
     names = ("argparse", "ast", "difflib", "doctest", "inspect", "pdb", "pickle", "tarfile", "typing", "zipfile")
     found = [getsource(import_module(name)) for name in names]
     return [text for text in found if len(text) > 30_000]
 
 
 def python_modules() -> list[str]:
-    """The source of all modules of the standard library that are no packages, by their names: about 5 MB."""
+    """Return the source of all single-file modules of the standard library, by name: about 5 MB."""
     folder = Path(sysconfig.get_path("stdlib"))
     return [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]

@@ -22,7 +22,7 @@ def shown(value: Any) -> str:
 
 
 def split_specs(text: str) -> list[str]:
-    """The specs of a comma-separated list; commas inside parentheses belong to a spec."""
+    """Return the specs of a comma-separated list; commas inside parentheses belong to a spec."""
     parts, depth = [""], 0
     for char in text:
         depth += (char in "([") - (char in ")]")
@@ -34,7 +34,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """`"yoso(hashes=32)"` -> ("yoso", {"hashes": 32}). Literals only; a bare word is a string; nothing is evaluated."""
+    """Parse `"yoso(hashes=32)"` into ("yoso", {"hashes": 32}). Literals only; a bare word is a string."""
     wrong = ValueError(
         f"method: cannot read the spec {shown(spec)}; write a name, or a name with keyword values such as "
         "'yoso(hashes=32, normalize=l2)'"

@@ -18,12 +18,12 @@ class Part(NamedTuple):
     top: Tensor  # (..., n, 1): the largest score; -inf for a query that sees none of the keys
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp); a query without keys gives zeros and -inf."""
+        """Return (output, log-sum-exp); a query without keys gives zeros and -inf."""
         return divide_rows(self.sums, self.total), (self.total.log() + self.top).squeeze(-1)
 
 
 def part(scores: Tensor, v: Tensor) -> Part:
-    """scores (..., n, m), -inf where a query may not look, on the values (..., m, e)."""
+    """Add scores (..., n, m), -inf where a query may not look, on the values (..., m, e)."""
     top = scores.detach().amax(-1, keepdim=True)
     weights = (scores - finite_or_zero(top)).exp()
     return Part(weights @ v, weights.sum(-1, keepdim=True), top)

@@ -34,22 +34,22 @@ def check_width(method: str, size: int | None) -> None:
 
 
 def beside_convolution(supports: Supports, size: int | None) -> Supports:
-    """What remains of a method's claims: a filter follows the order of the tokens, sees later ones, one per query."""
+    """Return the claims that remain: a filter follows the order of tokens, sees later ones, one per query."""
     return supports if size is None else replace(supports, causal=False, cross_attention=False, position_based=True)
 
 
 def learned_convolution(heads: int, size: int | None) -> DepthwiseConvolution | None:
-    """The state that `Method.learned` returns."""
+    """Return the state that `Method.learned` returns."""
     return None if size is None else DepthwiseConvolution(heads, size)
 
 
 def add_convolution(out: Tensor, v: Tensor, call: Call, method: str, size: int | None) -> Tensor:
-    """The output plus the filtered values."""
+    """Add the filtered values to the output."""
     return out if size is None else out + convolution_of(call, method, size, v.shape[1])(v)
 
 
 def convolution_of(call: Call, method: str, size: int, heads: int) -> DepthwiseConvolution:
-    """The convolution that a module passed along; an error names the way out when there is none, or another one."""
+    """Return the convolution that a module passed; raise with the way out if there is none, or another one."""
     if not isinstance(call.state, DepthwiseConvolution):
         raise ValueError(
             f"{method}: convolution={size} has learned weights, and this call passed no state; use it through "

@@ -9,7 +9,7 @@ from sparing.call import Call
 
 
 def logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
-    """scale * q.k plus an additive mask; -inf where the query may not look. (B, H, n_q, n_k)"""
+    """Return scale * q.k plus an additive mask, -inf where the query may not look: (B, H, n_q, n_k)."""
     scores = q @ k.transpose(-1, -2) * call.scale
     if call.mask.bias is not None:
         scores = scores + call.mask.bias
@@ -18,7 +18,7 @@ def logits(q: Tensor, k: Tensor, call: Call) -> Tensor:
 
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights, log-sum-exp) over the last axis. A row of -inf gives zero weights and a log-sum-exp of -inf."""
+    """Return (weights, log-sum-exp) over the last axis. A row of -inf gives zero weights and -inf."""
     top = finite_or_zero(scores.detach().amax(-1, keepdim=True))
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
@@ -26,18 +26,18 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def divide_rows(sums: Tensor, total: Tensor) -> Tensor:
-    """sums / total for non-negative totals; a row whose total is zero, or too small to divide by, gives zeros."""
+    """Divide sums by non-negative totals; a row whose total is zero, or too small to divide by, gives zeros."""
     empty = vanishes(total)
     return (sums / total.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
 
 def vanishes(total: Tensor) -> Tensor:
-    """Which non-negative numbers are zero, or so small that dividing by them is not safe."""
+    """Return which non-negative numbers are zero, or so small that dividing by them is not safe."""
     return total < smallest(total.dtype)
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """The smallest number that is safe to divide by."""
+    """Return the smallest number that is safe to divide by."""
     return torch.finfo(dtype).tiny * 1e8
 
 

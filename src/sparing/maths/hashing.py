@@ -38,7 +38,7 @@ def hadamard_rotations(draws: Draws, purpose: str, blocks: int, size: int) -> Te
 def hyperplanes(
     family: Literal["hadamard", "gaussian"], draws: Draws, purpose: str, *, bits: int, hashes: int, width: int
 ) -> Iterator[Tensor]:
-    """Normals of random hyperplanes for `hashes` codes, a few hashes at a time: (heads, bits, few, width) in float64.
+    """Yield normals of random hyperplanes, a few of `hashes` codes at a time: (heads, bits, few, width), float64.
 
     "hadamard": the bits of a code come from independent rotations, and different codes from different coordinates.
     Bits that share a rotation depend on each other: codes made of them collide too rarely. Widths below 16 use
@@ -57,22 +57,22 @@ def hyperplanes(
 
 
 def is_gaussian(family: Literal["hadamard", "gaussian"], width: int) -> bool:
-    """Whether hyperplanes of this width are normal vectors."""
+    """Return whether hyperplanes of this width have independent normal entries."""
     return family == "gaussian" or width < _NARROWEST
 
 
 def draw_names(family: Literal["hadamard", "gaussian"], purpose: str, *, hashes: int, width: int) -> dict[int, str]:
-    """The purposes of the draws for `hashes` codes: each with the first hash that it serves."""
+    """Return the purposes of the draws for `hashes` codes: each with the first hash that it serves."""
     return {first: f"{purpose}.{first}" for first in range(0, hashes, _group(family, width))}
 
 
 def _group(family: Literal["hadamard", "gaussian"], width: int) -> int:
-    """Codes from one draw: of a rotation as many as it has coordinates, never wrapped around."""
+    """Return how many codes one draw makes: of a rotation as many as its coordinates, never wrapped around."""
     return HASHES_AT_ONCE if is_gaussian(family, width) else max(1 << (width - 1).bit_length(), _COORDINATES)
 
 
 def sign_codes(x: Tensor, normals: Tensor, bits: Tensor | None = None) -> Tensor:
-    """Codes (B, H, n, few) as int64: bit b of code h is 1 where x (B, H, n, d) . normals[:, b, h] > 0.
+    """Return codes (B, H, n, few) as int64: bit b of code h is 1 where x (B, H, n, d) . normals[:, b, h] > 0.
 
     x: unit vectors, or zeros, whose code is 0.
     bits: (B or 1,), how many of the bits an item keeps; None for all.
@@ -85,7 +85,7 @@ def sign_codes(x: Tensor, normals: Tensor, bits: Tensor | None = None) -> Tensor
 
 
 def rotation_buckets(x: Tensor, rotations: Tensor, buckets: Tensor) -> Tensor:
-    """Buckets (B, H, n) as int64 of argmax([-R x; R x]) (Andoni et al. 2015; Value-aware A.1).
+    """Return buckets (B, H, n) as int64 of argmax([-R x; R x]) (Andoni et al. 2015; Value-aware A.1).
 
     rotations: R, (H, rows, d). buckets: (B or 1,), how many an item uses: 1, or an even number up to twice the rows.
     A zero vector falls into bucket 0.
@@ -99,7 +99,7 @@ def rotation_buckets(x: Tensor, rotations: Tensor, buckets: Tensor) -> Tensor:
 
 
 def _hadamard(size: int) -> Tensor:
-    """The Hadamard matrix of a power of two, entries +-1."""
+    """Return the Hadamard matrix of a power of two, entries +-1."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while matrix.shape[0] < size:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def inverse_iteration(a: Tensor, z: Tensor, steps: int) -> Tensor:
-    """Third-order iteration towards a's (pseudo-)inverse, from z: Z <- Z (13 I - AZ (15 I - AZ (7 I - AZ))) / 4."""
+    """Iterate from z towards a's (pseudo-)inverse, at third order: Z <- Z (13 I - AZ (15 I - AZ (7 I - AZ))) / 4."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(steps):
         az = a @ z
@@ -18,20 +18,20 @@ def inverse_iteration(a: Tensor, z: Tensor, steps: int) -> Tensor:
 
 
 def degree_scaled(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(A, r) with A = r W r and r = diag(W 1)^(-1/2): for W positive semidefinite with entries >= 0, spec(A) <= 1."""
+    """Return A = r W r and r = diag(W 1)^(-1/2): for W positive semidefinite, entries >= 0, spec(A) <= 1."""
     root = w.sum(-1).rsqrt()
     return w * root.unsqueeze(-1) * root.unsqueeze(-2), root
 
 
 def iterated_inverse(w: Tensor, steps: int) -> Tensor:
-    """W^-1 by `inverse_iteration` on the degree-scaled W from Z = I; every step stays below W^-1 (Loewner order)."""
+    """Return W^-1 by `inverse_iteration` on the degree-scaled W from Z = I; steps stay below it (Loewner order)."""
     a, root = degree_scaled(w)
     z = inverse_iteration(a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a), steps)
     return z * root.unsqueeze(-1) * root.unsqueeze(-2)
 
 
 def damped_cholesky(m: Tensor, damping: float) -> Tensor:
-    """The lower factor of M + damping I, for M positive semidefinite up to rounding with a unit diagonal.
+    """Return the lower factor of M + damping I, for M positive semidefinite up to rounding with a unit diagonal.
 
     A matrix that rounding made indefinite (rows with norms beyond about 1e6) is damped a hundred times more, and so
     on; each matrix of a batch on its own.
@@ -47,7 +47,7 @@ def damped_cholesky(m: Tensor, damping: float) -> Tensor:
 
 
 def unit_rows(x: Tensor, smallest: float) -> Tensor:
-    """Rows divided by their length; a row without an entry as large as `smallest` gives zeros and gets no gradient.
+    """Divide rows by their length; a row without an entry of at least `smallest` gives zeros and no gradient.
 
     In float64, rounded once: another order of the sum then gives the same bits, hence the same codes.
     """

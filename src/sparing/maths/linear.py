@@ -24,12 +24,12 @@ class LogFeatures(NamedTuple):
 
 
 def linear_attention(features: LogFeatures, v: Tensor, call: Call) -> Tensor:
-    """sum_j w_ij v_j / sum_j w_ij with w_ij = phi_q_i.phi_k_j exp(log_k_j). Rows whose sum is zero give zeros."""
+    """Return sum_j w_ij v_j / sum_j w_ij, w_ij = phi_q_i.phi_k_j exp(log_k_j); zeros where the sum is zero."""
     return divide_rows(*linear_sums(features, v, call))
 
 
 def linear_sums(features: LogFeatures, v: Tensor, call: Call, *, shift: bool = True) -> tuple[Tensor, Tensor]:
-    """sum_j w_ij v_j (B, H, n_q, e) and sum_j w_ij (B, H, n_q, 1) over the keys that row i sees.
+    """Return sum_j w_ij v_j (B, H, n_q, e) and sum_j w_ij (B, H, n_q, 1) over the keys that row i sees.
 
     With `shift`, both are divided by the largest exp(log_k_j) that the row sees; without, log_k must be zero.
     """
@@ -47,7 +47,7 @@ def linear_sums(features: LogFeatures, v: Tensor, call: Call, *, shift: bool = T
 
 
 def linear_flops(shape: Shape, features: int) -> float:
-    """FLOPs of `linear_sums` for one head."""
+    """Return the FLOPs of `linear_sums` for one head."""
     keys = min(shape.queries, shape.keys) if shape.causal else shape.keys
     near = keys * min(BLOCK, keys) if shape.causal else 0  # pairs that are multiplied densely
     return float(
@@ -56,7 +56,7 @@ def linear_flops(shape: Shape, features: int) -> float:
 
 
 def feature_weights(features: LogFeatures, visible: Tensor | None) -> Tensor:
-    """The same weights written out, (B, H, n_q, n_k), each row divided by the largest exp(log_k_j) that it sees."""
+    """Return the weights (B, H, n_q, n_k), each row divided by the largest exp(log_k_j) that it sees."""
     phi_q, phi_k, log_k = features
     factors = log_k.unsqueeze(-2).expand(*phi_q.shape[:-1], phi_k.shape[-2])
     factors = factors if visible is None else factors.masked_fill(~visible, -torch.inf)
@@ -64,7 +64,7 @@ def feature_weights(features: LogFeatures, visible: Tensor | None) -> Tensor:
 
 
 def plain_sums(v: Tensor, call: Call, n_q: int) -> tuple[Tensor, Tensor]:
-    """sum_j v_j (B, H, n_q or 1, e) and the number of keys (B or 1, 1, n_q or 1, 1) that each row sees."""
+    """Return sum_j v_j (B, H, n_q or 1, e) and how many keys each row sees (B or 1, 1, n_q or 1, 1)."""
     n_k = v.shape[-2]
     keep = (
         v.new_ones(1, n_k) if call.mask.keep is None else call.mask.keep.to(v.dtype)
@@ -76,7 +76,7 @@ def plain_sums(v: Tensor, call: Call, n_q: int) -> tuple[Tensor, Tensor]:
 
 
 def _causal(phi_q: Tensor, phi_k: Tensor, log_k: Tensor, v: Tensor, *, shift: bool) -> Tensor:
-    """Blocks of queries: their own keys densely under a triangle, all earlier keys through a running state.
+    """Sum by blocks of queries: their own keys densely under a triangle, earlier keys through a running state.
 
     Row i is divided by exp(max_{j <= i} log_k_j), so no number of row i ever depends on a later key.
     """
@@ -101,6 +101,6 @@ def _causal(phi_q: Tensor, phi_k: Tensor, log_k: Tensor, v: Tensor, *, shift: bo
 
 
 def _future(keys: Tensor) -> Tensor:
-    """(block, block): the keys of a block that come after each query of it."""
+    """Return which keys of a block come after each query of it, (block, block)."""
     n = keys.shape[-2]
     return torch.ones(n, n, dtype=torch.bool, device=keys.device).triu(1)

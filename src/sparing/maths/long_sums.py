@@ -12,14 +12,14 @@ RUN = 128  #: tokens that one matrix product sums over
 
 
 def sum_products(x: Tensor, y: Tensor) -> Tensor:
-    """x^T y, (..., n, F) and (..., n, e) -> (..., F, e)."""
+    """Return x^T y, (..., n, F) and (..., n, e) -> (..., F, e)."""
     whole = x.shape[-2] // RUN * RUN
     runs = (x[..., :whole, :].unflatten(-2, (-1, RUN)).mT @ y[..., :whole, :].unflatten(-2, (-1, RUN))).sum(-3)
     return runs + x[..., whole:, :].mT @ y[..., whole:, :]
 
 
 def rows_times(x: Tensor, table: Tensor) -> Tensor:
-    """x table, (..., n, F) and (..., F, e) -> (..., n, e); the gradient of the table is summed as in `sum_products`."""
+    """Return x table, (..., n, F) and (..., F, e) -> (..., n, e), with the table's gradient summed the same way."""
     whole = x.shape[-2] // RUN * RUN
     runs = (x[..., :whole, :].unflatten(-2, (-1, RUN)) @ table.unsqueeze(-3)).flatten(-3, -2)
     return torch.cat([runs, x[..., whole:, :] @ table], dim=-2)

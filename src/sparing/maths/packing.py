@@ -18,14 +18,14 @@ def place_of_rank(valid: Tensor) -> Tensor:
 
 
 def pack(valid: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
-    """(valid (B, w), tokens (B, H, w, ...)...): the valid tokens in their order, cut to the longest item's width w."""
+    """Return the valid tokens in their order, cut to the width w of the longest item: (valid (B, w), tokens...)."""
     width = max(int(valid.sum(-1).max()), 1)
     order = place_of_rank(valid)[:, :width]
     return valid.gather(1, order), *(t.take_along_dim(order[:, None, :, None], dim=2) for t in tokens)
 
 
 def attend_items(out: Tensor, items: Tensor, attend: Attend, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """`out` with the batch items `items` replaced by what `attend` gives for them on their valid keys alone."""
+    """Replace the batch items `items` of `out` by what `attend` gives for them on their valid keys alone."""
     keep = call.mask.keep
     q, k, v = q[items], k[items], v[items]
     if keep is not None:

@@ -78,7 +78,7 @@ def _needs_plain_gradient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """(q, scale) of the same logits with a scale above zero.
+    """Return (q, scale) of the same logits with a scale above zero.
 
     torch hides later keys before it scales, and -inf becomes +inf at a negative scale and NaN at zero. So it does at a
     scale that the type of q rounds to zero, whose logits are zero, too.
@@ -89,7 +89,7 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _drawn(weights: Tensor, call: Call) -> Tensor:
-    """A uniform number for each weight (B or 1, H, n_q, n_k), keyed by the ranks of query and key and by the head."""
+    """Draw a number for each weight (B or 1, H, n_q, n_k), keyed by the head and the ranks of query and key."""
     batch, heads, n_q, n_k = weights.shape
     q_ranks, k_ranks = call.mask.query_ranks(n_q, weights.device)[0], call.mask.key_ranks(n_k, weights.device)[0]
     member = torch.arange(heads, device=weights.device) % call.groups  # heads of a group share a stream, not a mask

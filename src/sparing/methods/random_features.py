@@ -58,7 +58,7 @@ class RandomFeatures(Method):
         return rows * call.draws.normal_norms("random_features.norms", self.features, d).unsqueeze(-1)
 
     def log_features(self, q: Tensor, k: Tensor, call: Call) -> LogFeatures:
-        """log phi of queries and keys, each less its largest entry, which is returned for the keys."""
+        """Return log phi of queries and keys, each less its largest entry, and that entry of the keys."""
         rows = self.projection(q.shape[-1], call).to(q.dtype)
         q, k = _scaled(q, k, call)
         along_q, along_k = q @ rows.mT, k @ rows.mT  # |q'|^2 is the same for all keys and cancels
@@ -108,6 +108,6 @@ class RandomFeatures(Method):
 
 
 def _scaled(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """q' and k': the scale enters once, half of it on each side."""
+    """Return q' and k': the scale enters once, half of it on each side."""
     root = math.sqrt(abs(call.scale))
     return q * math.copysign(root, call.scale), k * root

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 _CALL = "Tensor? keep, Tensor? bias, float scale"
 schemas.define(f"attend(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor top, Tensor total)")
@@ -22,12 +22,12 @@ schemas.define(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(output (B, H, n_q, e), log-sum-exp (B, H, n_q)) of q (B, H, n_q, d) over k (B, H, n_k, d), v (B, H, n_k, e).
+    """Return (output (B, H, n_q, e), log-sum-exp (B, H, n_q)) of q (B, H, n_q, d) over k and v (B, H, n_k, .).
 
     keep: (B, n_k), False for padded keys. bias: (B, n_k), added to the scores of a key; -inf hides it. It gets no
     gradient.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep, bias = (None if x is None else x.contiguous() for x in (keep, bias))
     out, lse, *_ = torch.ops.sparing.attend(q, k, v, keep, bias, scale)
     return out, lse
@@ -53,7 +53,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, keep, bias, out, top, total = ctx.saved_tensors
     grads = torch.ops.sparing.attend_backward(
-        adjacent(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, bias, ctx.scale
+        contiguous_rows(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, bias, ctx.scale
     )
     return (*grads, None, None, None)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparing.native.autograd import differentiable
 from sparing.native.features import Map
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 _SETTINGS = "int map, float q_factor, float k_factor, bool divide"
 schemas.define(
@@ -34,17 +34,17 @@ def feature_causal(
     *,
     divide: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """sum_{j <= i} w_ij v_j (B, H, n_q, e), w_ij = phi(q_i).phi(k_j), divided by the total sum_j w_ij (B, H, n_q).
+    """Return sum_{j <= i} w_ij v_j / sum_{j <= i} w_ij (B, H, n_q, e), w_ij = phi(q_i).phi(k_j), and the totals.
 
     Where a total is too small to divide by, the row is zero. Totals are known up to a factor per row. Without `divide`
     that holds for the rows too; PLAIN_ELU has no such factor. No gradient reaches the points.
 
     factors: of the queries and of the keys. keep: (B, n_k), False for keys to leave out.
     """
-    points = None if points is None else adjacent(points)
+    points = None if points is None else contiguous_rows(points)
     keep = None if keep is None else keep.contiguous()
     return torch.ops.sparing.feature_causal(
-        adjacent(q), adjacent(k), adjacent(v), points, keep, int(kind), *factors, divide
+        contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), points, keep, int(kind), *factors, divide
     )
 
 
@@ -65,7 +65,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     settings = (ctx.kind, ctx.q_factor, ctx.k_factor, ctx.divide)
-    found = torch.ops.sparing.feature_causal_backward(adjacent(grad), *ctx.saved_tensors, *settings)
+    found = torch.ops.sparing.feature_causal_backward(contiguous_rows(grad), *ctx.saved_tensors, *settings)
     return (*found, *[None] * 6)
 
 

@@ -13,7 +13,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """A backward pass whose results raise where somebody differentiates them.
+    """Wrap a backward pass so that its results raise where somebody differentiates them.
 
     torch's decorator of this name raises only where `backward()` walks all of the graph: `torch.autograd.grad` with
     given inputs finds no path to them, and takes the second derivative for zero. It has to depend on saved tensors.
@@ -44,7 +44,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def refuse(*_: Any) -> NoReturn:
-    """The backward pass of a gradient that has none."""
+    """Raise the error of a second derivative that does not exist."""
     raise RuntimeError(
         "a second derivative of attention was asked for, and this gradient is once_differentiable; a method that has "
         "a second derivative gives it with impl='reference'"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 
 class Map(IntEnum):
@@ -46,27 +46,27 @@ schemas.define(
 def feature_sums(
     x: Tensor, points: Tensor | None, values: Tensor, keep: Tensor | None, kind: Map, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_j phi_f(x_j) values_j (B, H, F, e) and sum_j phi_f(x_j) (B, H, F), both divided by exp(level) (B, H).
+    """Return sum_j phi_f(x_j) values_j (B, H, F, e) and sum_j phi_f(x_j) (B, H, F), over exp(level) (B, H).
 
     Gradients treat the level as a constant, as it cancels in a quotient; they reach the points of GAUSSIAN only.
 
     x: (B, H, n, d). points: (B, H, F, d) or None. values: (B, H, n, e). keep: (B, n), False for tokens to leave out.
     """
-    points = None if points is None else adjacent(points)
+    points = None if points is None else contiguous_rows(points)
     keep = None if keep is None else keep.contiguous()
-    return torch.ops.sparing.feature_sums(adjacent(x), points, adjacent(values), keep, int(kind), factor)
+    return torch.ops.sparing.feature_sums(contiguous_rows(x), points, contiguous_rows(values), keep, int(kind), factor)
 
 
 def feature_mix(
     x: Tensor, points: Tensor | None, table: Tensor, mass: Tensor | None, kind: Map, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """sum_f phi_f(x_i) table_f (B, H, n, e), divided by the total sum_f phi_f(x_i) mass_f (B, H, n).
+    """Return sum_f phi_f(x_i) table_f (B, H, n, e) over its total sum_f phi_f(x_i) mass_f (B, H, n).
 
     Where a total is too small to divide by, the row is zero. Without a mass nothing is divided, and there is no total.
     """
-    points = None if points is None else adjacent(points)
+    points = None if points is None else contiguous_rows(points)
     mass = None if mass is None else mass.contiguous()
-    return torch.ops.sparing.feature_mix(adjacent(x), points, adjacent(table), mass, int(kind), factor)
+    return torch.ops.sparing.feature_mix(contiguous_rows(x), points, contiguous_rows(table), mass, int(kind), factor)
 
 
 def _features(x: Tensor, points: Tensor | None) -> int:
@@ -114,7 +114,7 @@ def _setup_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 def _sums_backward(ctx: Any, grad_sums: Tensor, grad_mass: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     found = torch.ops.sparing.feature_sums_backward(
-        adjacent(grad_sums), grad_mass.contiguous(), *ctx.saved_tensors, ctx.kind, ctx.factor
+        contiguous_rows(grad_sums), grad_mass.contiguous(), *ctx.saved_tensors, ctx.kind, ctx.factor
     )
     grad_x, grad_points, grad_values = found
     return grad_x, grad_points if ctx.kind == Map.GAUSSIAN else None, grad_values, None, None, None
@@ -127,7 +127,7 @@ def _setup_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _mix_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
-    found = torch.ops.sparing.feature_mix_backward(adjacent(grad), *saved, ctx.kind, ctx.factor)
+    found = torch.ops.sparing.feature_mix_backward(contiguous_rows(grad), *saved, ctx.kind, ctx.factor)
     grad_x, grad_points, grad_table, grad_mass = found
     divided = saved[3] is not None
     return (

@@ -48,7 +48,7 @@ _off = False
 
 
 def _load() -> tuple[ctypes.CDLL | None, str | None, str | None]:
-    """(library, its path, why there is none)."""
+    """Return (library, its path, why there is none)."""
     wanted = os.environ.get("SPARING_NATIVE_LIBRARY")
     if wanted == "":
         return None, None, "SPARING_NATIVE_LIBRARY is set to nothing"
@@ -112,7 +112,7 @@ def why_not(tensor: Tensor) -> str:
 
 
 def ready(tensor: Tensor) -> bool:
-    """Whether kernels are loaded that can work on this tensor: on the CPU, in float32 or float64.
+    """Return whether kernels are loaded that can work on this tensor: CPU, float32 or float64.
 
     Not in forward-mode differentiation, in which an op without a rule of its own loses the tangent silently.
     """
@@ -124,7 +124,7 @@ def ready(tensor: Tensor) -> bool:
 
 
 def info() -> Info:
-    """What was loaded: the library, the instruction set in use and those that this machine has."""
+    """Return what was loaded: the library, the instruction set in use and those that this machine has."""
     _check_once()
     if _library is None:
         return Info(False, None, None, (), _reason)

@@ -20,7 +20,7 @@ def random_bits(streams: Tensor, seed: int, purpose: int, count: int) -> Tensor:
 
 
 def random_uniform(streams: Tensor, seed: int, purpose: int, count: int) -> Tensor:
-    """The same words as float64 numbers in (0, 1)."""
+    """Return the same words as float64 numbers in (0, 1)."""
     return torch.ops.sparing.random_uniform(streams.contiguous(), seed, purpose, count)
 
 

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 schemas.define("segment_means(Tensor x, Tensor? keep, int segments) -> Tensor")
 schemas.define("segment_means_backward(Tensor grad, Tensor? keep, int tokens) -> Tensor")
 
 
 def segment_means(x: Tensor, keep: Tensor | None, segments: int) -> Tensor:
-    """Means (B, H, m, d) of x (B, H, n, d) over runs of tokens that keep (B, n) holds valid, as equal as can be.
+    """Average x (B, H, n, d) over m runs, as equal as can be, of tokens that keep (B, n) holds valid: (B, H, m, d).
 
     Run i holds the valid tokens of ranks floor(i N/m) to floor((i + 1) N/m) - 1; the mean of an empty run is zero.
     """
-    return torch.ops.sparing.segment_means(adjacent(x), None if keep is None else keep.contiguous(), segments)
+    return torch.ops.sparing.segment_means(contiguous_rows(x), None if keep is None else keep.contiguous(), segments)
 
 
 @torch.library.register_fake("sparing::segment_means", lib=schemas)
@@ -41,7 +41,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (keep,) = ctx.saved_tensors
-    return torch.ops.sparing.segment_means_backward(adjacent(grad), keep, ctx.tokens), None, None
+    return torch.ops.sparing.segment_means_backward(contiguous_rows(grad), keep, ctx.tokens), None, None
 
 
 differentiable("segment_means", _backward, _setup)

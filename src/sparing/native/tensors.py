@@ -20,8 +20,8 @@ class WritableState:
             vars(self).update({name: _writable(x) for name, x in state.items()})
 
 
-def adjacent(x: Tensor) -> Tensor:
-    """x with the entries of each row next to each other; copied only where they are not."""
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x with contiguous rows; copied only where they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 

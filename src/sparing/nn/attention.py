@@ -199,13 +199,13 @@ class MultiheadAttention(nn.Module):
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _split(self, x: Tensor) -> Tensor:
-        """[B, n, H * d] -> [B, H, n, d]"""
+        """Split heads: [B, n, H * d] -> [B, H, n, d]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(
         self, padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor, extra: int
     ) -> tuple[Tensor | None, bool]:
-        """torch's masks (True or -inf hides) as the door's (True shows, or additive); all see the `extra` keys."""
+        """Turn torch's masks (True or -inf hides) into ours (True shows, or additive); all see the `extra` keys."""
         batch, n_q, n_k = q.shape[0], q.shape[2], k.shape[2] - extra
         causal = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device).tril() if is_causal else None
         if attn_mask is not None:

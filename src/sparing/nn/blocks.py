@@ -17,8 +17,8 @@ NORMS = ("pre", "post")
 class Block(nn.Module):
     """Attention, then two linear layers, each added to what it was given.
 
-    norm: "pre" normalises the input of each part, "post" the sum behind it, as BERT does.
-    dropout: of what each part adds. Attention weights are not dropped: few methods have any.
+    norm: "pre" normalises the input of each part, "post" the sum after it, as BERT does.
+    dropout: probability for what each part adds. Attention weights are not dropped: few methods have any.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.causal, self.norm = causal, norm
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: [B, n, width]; mask: [B, n], True for tokens that are there. Returns [B, n, width]."""
+        """Return the states [B, n, width] after the block. x: [B, n, width]. mask: [B, n], False for padding."""
         hidden = None if mask is None else ~mask
         if self.norm == "pre":
             y = self.norms[0](x)
@@ -60,11 +60,11 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens to states, each of which has seen all tokens.
+    """An encoder: turns tokens into states, each of which depends on all tokens.
 
     vocabulary: how many tokens there are. length: the longest input, for learned positions.
-    hidden: of the feed-forward parts; None: four times the width.
-    method: of all layers, or a list with one for each.
+    hidden: width of the feed-forward layers; None for four times the width.
+    method: one method for all layers, or a list with one for each.
     segments: kinds of tokens ("first sentence", "second sentence"), which have embeddings of their own; 0: none.
 
     >>> encoder = sparing.nn.Encoder(100, width=64, heads=2, layers=2, length=512, method="yoso(hashes=8)")
@@ -105,7 +105,7 @@ class Encoder(nn.Module):
             )
             for each in chosen
         )  # fmt: skip
-        self.norm = nn.LayerNorm(width)  # of the embeddings ("post"), or behind the last layer ("pre")
+        self.norm = nn.LayerNorm(width)  # after the embeddings ("post"), or after the last layer ("pre")
         self.dropout = nn.Dropout(dropout)
         self.post = norm == "post"
         for table in (self.tokens, self.positions, self.segments):
@@ -122,7 +122,7 @@ class Encoder(nn.Module):
         return self.positions.num_embeddings
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """tokens, segments: [B, n]; mask: [B, n], True for tokens that are there. [B, n, width], zero where none is."""
+        """Return states [B, n, width], zero for padding. tokens, segments: [B, n]. mask: [B, n], False for padding."""
         n = tokens.shape[1]
         if n > self.length:
             raise ValueError(f"tokens: {n} are more than length={self.length}; see extend_positions()")
@@ -150,7 +150,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """Tokens to states, each of which has seen the tokens up to its own: for language models.
+    """A decoder for language models: turns tokens into states, each of which depends on the tokens up to its own.
 
     >>> decoder = sparing.nn.Decoder(100, length=512, method="window(size=64)")
     >>> decoder(torch.randint(100, (3, 128))).shape

@@ -11,7 +11,7 @@ from sparing.nn.blocks import Decoder, Encoder
 
 
 def mean_of(states: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, n, width] -> [B, width], over the tokens that are there."""
+    """Average [B, n, width] -> [B, width] over the tokens that are not padding."""
     if mask is None:
         return states.mean(1)
     return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
@@ -22,7 +22,7 @@ def _readout(width: int, hidden: int, classes: int) -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """A class for each text, from the mean of its states.
+    """Classifies texts by the mean of their states.
 
     >>> model = sparing.nn.Classifier(sparing.nn.Encoder(100, length=64), classes=10)
     >>> model(torch.randint(100, (3, 32))).shape
@@ -35,12 +35,12 @@ class Classifier(nn.Module):
         self.readout = _readout(encoder.width, 2 * encoder.width, classes)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, n] -> [B, classes]"""
+        """Return class scores: [B, n] -> [B, classes]."""
         return self.readout(mean_of(self.encoder(tokens, mask), mask))
 
 
 class DualTower(nn.Module):
-    """A class for each pair of texts, which one encoder reads apart: from a, b, a * b and a - b."""
+    """Classifies pairs of texts, which one encoder reads separately, from a, b, a * b and a - b."""
 
     def __init__(self, encoder: Encoder, classes: int = 2) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class DualTower(nn.Module):
     def forward(
         self, tokens: Tensor, other: Tensor, mask: Tensor | None = None, other_mask: Tensor | None = None
     ) -> Tensor:
-        """[B, n] and [B, m] -> [B, classes]"""
+        """Return class scores: [B, n] and [B, m] -> [B, classes]."""
         a, b = (mean_of(self.encoder(*each), each[1]) for each in ((tokens, mask), (other, other_mask)))
         return self.readout(torch.cat([a, b, a * b, a - b], dim=-1))
 
 
 class _TokenHead(nn.Module):
-    """States to scores of all tokens, by the embeddings that the tokens came in with."""
+    """Turns states into scores of all tokens, with the input embeddings as output weights."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _TokenHead(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """What stands at each place: [B, n] -> [B, n, vocabulary]."""
+    """Predicts the token at each position: [B, n] -> [B, n, vocabulary]."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class MaskedLM(nn.Module):
         self.head = _TokenHead(encoder)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """[B, n] -> [B, n, vocabulary]"""
+        """Return token scores: [B, n] -> [B, n, vocabulary]."""
         return self.head(self.encoder(tokens, mask, segments), self.encoder.tokens.weight)
 
 
@@ -88,7 +88,7 @@ class Pretrained(NamedTuple):
 
 
 class Pretraining(nn.Module):
-    """Masked tokens, and whether two parts stand in their order, which the first token's state tells."""
+    """Predicts masked tokens, and from the first token's state whether two parts are in order."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class Pretraining(nn.Module):
         self.order = nn.Sequential(nn.Linear(encoder.width, encoder.width), nn.Tanh(), nn.Linear(encoder.width, 2))
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Pretrained:
-        """[B, n] each."""
+        """Return the scores of tokens and of order. tokens, mask, segments: [B, n] each."""
         states = self.masked.encoder(tokens, mask, segments)
         scores = self.masked.head(states, self.masked.encoder.tokens.weight)
         return Pretrained(scores, self.order(states[:, 0]))
 
 
 class CausalLM(nn.Module):
-    """The token after each place: [B, n] -> [B, n, vocabulary].
+    """Predicts the token after each position: [B, n] -> [B, n, vocabulary].
 
     >>> model = sparing.nn.CausalLM(sparing.nn.Decoder(256, length=128, method="kernel(kind=elu)"))
     >>> model(torch.randint(256, (2, 64))).shape
@@ -117,5 +117,5 @@ class CausalLM(nn.Module):
         self.decoder = decoder
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, n] -> [B, n, vocabulary]"""
+        """Return token scores: [B, n] -> [B, n, vocabulary]."""
         return nn.functional.linear(self.decoder(tokens, mask), self.decoder.tokens.weight)

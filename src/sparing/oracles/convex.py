@@ -12,7 +12,7 @@ _BLOCK = 2**18  # query-key pairs worked on at a time
 
 
 def ova_objective(weights: Tensor, values: Tensor) -> Tensor:
-    """|o - v_i|^2 for every key, with o = sum_i w_i v_i (float64). The smallest is OVA-1, the best single value.
+    """Return |o - v_i|^2 for every key, with o = sum_i w_i v_i (float64). The smallest is OVA-1, the best value.
 
     weights: [..., n], non-negative, of sum one; values: [..., n, e].
 
@@ -25,7 +25,7 @@ def ova_objective(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def caratheodory(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same mean from at most e + 1 values: (indices, weights), [..., min(n, e + 1)] each, weights in float64.
+    """Return the same mean from at most e + 1 values: (indices, weights), [..., min(n, e + 1)], float64 weights.
 
     weights: [..., n], non-negative, of sum one; a row of zeros gives zeros. values: [..., n, e]; the leading axes
     broadcast, and a last leading axis of one is shared by all queries of the weights. Unused slots have weight 0.
@@ -80,7 +80,7 @@ def value_aware(
 def _grouped(
     weights: Tensor, values: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, torch.Size]:
-    """Weights as (G, Q, n) and values as (G, n, e), shared by a group's queries, or (1, Q, n, e); the leading shape."""
+    """Return weights (G, Q, n), values (G, n, e), shared by a group's queries, or (1, Q, n, e), and the batch shape."""
     lead = _check_shapes(weights, values)
     n, width = values.shape[-2:]
     weights, values = weights.detach().double(), values.detach().double()
@@ -104,7 +104,7 @@ def _grouped(
 
 
 def _check_shapes(weights: Tensor, values: Tensor) -> torch.Size:
-    """The leading shape of both together."""
+    """Return the leading shape of both together."""
     for name, given in (("weights", weights), ("values", values)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")

@@ -15,7 +15,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def dependency(points: Tensor) -> Tensor:
-    """c (Q, e + 2) with sum_i c_i p_i = 0 and sum_i c_i = 0, for points (Q, e + 2, e)."""
+    """Return c (Q, e + 2) with sum_i c_i p_i = 0 and sum_i c_i = 0, for points (Q, e + 2, e)."""
     lifted = torch.cat([points, torch.ones_like(points[..., :1])], dim=-1)
     size = lifted.norm(dim=-1, keepdim=True)  # far points must not drown the others' digits
     # The last column of the complete Q factor is orthogonal to every column of `lifted`, whatever its rank.
@@ -23,7 +23,7 @@ def dependency(points: Tensor) -> Tensor:
 
 
 def remove_one(weights: Tensor, points: Tensor) -> Tensor:
-    """Weights (Q, e + 2) of the same sum and mean of which at least one is zero."""
+    """Return weights (Q, e + 2) of the same sum and mean of which at least one is zero."""
     c = dependency(points)
     ratio = torch.where(c > 0, weights / c, torch.inf)
     step, first = ratio.min(-1, keepdim=True)
@@ -32,7 +32,7 @@ def remove_one(weights: Tensor, points: Tensor) -> Tensor:
 
 
 def reduce_points(weights: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """(slots, weights), (Q, e + 1) each: which of points (Q, m, e), m > e + 1, carry the mean, and how much of it."""
+    """Return (slots, weights), (Q, e + 1) each: which of points (Q, m, e), m > e + 1, carry the mean, how much."""
     count, width = points.shape[1:]
     slots = torch.arange(width + 2, device=points.device).expand(points.shape[0], -1)
     held, window = remove_one(weights[:, : width + 2], points[:, : width + 2]), points[:, : width + 2]
@@ -47,7 +47,7 @@ def reduce_points(weights: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eliminate(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(indices, weights), at most e + 1 of each: weights (Q, n) on values (Q, n, e) moved to few keys, same mean."""
+    """Move weights (Q, n) on values (Q, n, e) to at most e + 1 keys with the same mean: (indices, weights)."""
     width = values.shape[2]
     points = values - (weights.unsqueeze(1) @ values)
     points = points.masked_fill((weights == 0).unsqueeze(-1), 0.0)

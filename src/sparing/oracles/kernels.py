@@ -12,7 +12,7 @@ from sparing.contract import Method, Supports
 
 
 def weights_of(kernel: Method, q: Tensor, k: Tensor, call: Call) -> Tensor:
-    """The weights (B, H, n_q, n_k) that a method gives to the keys, in float64: what it makes of one-hot values."""
+    """Return the weights (B, H, n_q, n_k) that a method gives to keys, in float64, from one-hot values."""
     rows = torch.eye(k.shape[-2], dtype=torch.float64, device=k.device).expand(*k.shape[:3], -1)
     return kernel.reference(q.double(), k.double(), rows, replace(call, statistics=None))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 schemas.define(
     "top_keys(Tensor q, Tensor k, Tensor v, Tensor? keep, int keys, bool causal, float scale, bool with_all)"
@@ -19,12 +19,12 @@ schemas.define(
 def top_keys(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, keys: int, causal: bool, scale: float, with_all: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output (B, H, n_q, e), log-sum-exp over the chosen keys (B, H, n_q), that over all visible keys).
+    """Return output (B, H, n_q, e), log-sum-exp over the chosen keys (B, H, n_q), and over all visible keys.
 
     The last is empty, (B, H, 0), unless asked for by `with_all`. keep: (B, n_k), False for padded keys. There is no
     gradient.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
     return torch.ops.sparing.top_keys(q, k, v, keep, keys, causal, scale, with_all)
 

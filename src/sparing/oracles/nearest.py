@@ -45,7 +45,7 @@ def nearest(weights: Tensor, values: Tensor, allowed: Tensor, keys: int, correct
 
 
 def _made_exact(found: Combination, weights: Tensor, values: Tensor, mean: Tensor, accepted: Tensor) -> Combination:
-    """Where rounding kept the pursuit from the mean itself, eliminate keys one by one instead."""
+    """Eliminate keys one by one where rounding kept the pursuit from the mean itself."""
     n, width = values.shape[-2:]
     for rows in (found.error > accepted).nonzero().squeeze(-1).split(max(1, _ENTRIES // (n * width))):
         each = values.expand(rows.numel(), n, width) if values.ndim == 2 else values[rows]
@@ -58,7 +58,7 @@ def _made_exact(found: Combination, weights: Tensor, values: Tensor, mean: Tenso
 
 
 def _better(one: Combination, other: Combination) -> Combination:
-    """Of two combinations per query the one nearer to the mean."""
+    """Return for each query the one of two combinations that is nearer to the mean."""
     second = other.error < one.error
     rows = second.unsqueeze(-1)
     return Combination(
@@ -74,7 +74,7 @@ def mean_of(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def distances(mean: Tensor, values: Tensor) -> Tensor:
-    """|v_i - o|^2 (Q, n), from differences: expanding the square would lose half the digits of a close value."""
+    """Return |v_i - o|^2 (Q, n) from differences: expanding the square would lose half the digits of a close value."""
     exact = "donot_use_mm_for_euclid_dist"
     if values.ndim == 2:
         return torch.cdist(mean, values, compute_mode=exact).square()
@@ -82,5 +82,5 @@ def distances(mean: Tensor, values: Tensor) -> Tensor:
 
 
 def unit(weights: Tensor) -> Tensor:
-    """Rows divided by their sum; rows of zeros stay."""
+    """Divide rows by their sum; rows of zeros stay."""
     return divide_rows(weights, weights.sum(-1, keepdim=True))

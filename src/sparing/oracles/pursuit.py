@@ -27,14 +27,14 @@ class Combination(NamedTuple):
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """values (n, e), shared by all queries, or (Q, n, e), at index (Q, r) -> (Q, r, e)."""
+    """Return values (n, e), shared by all queries, or (Q, n, e), at index (Q, r) -> (Q, r, e)."""
     if values.ndim == 2:
         return values[index]
     return values.gather(1, index.unsqueeze(-1).expand(*index.shape, values.shape[-1]))
 
 
 def combine(weights: Tensor, points: Tensor) -> Tensor:
-    """sum_i w_i p_i: (Q, r), (Q, r, e) -> (Q, e)."""
+    """Return sum_i w_i p_i: (Q, r), (Q, r, e) -> (Q, e)."""
     return (weights.unsqueeze(1) @ points).squeeze(1)
 
 
@@ -84,7 +84,7 @@ def pursue(mean: Tensor, values: Tensor, far: Tensor, limit: int, scale: Tensor,
 
 
 def _best_segment(now: Tensor, along: Tensor, far: Tensor, apart: Tensor) -> tuple[Tensor, Tensor]:
-    """The key whose segment from x comes closest to zero, and the share g of it: min |(1 - g) x + g u_i|^2.
+    """Return the key whose segment from x is nearest to zero, and its share g: min |(1 - g) x + g u_i|^2.
 
     now: (Q, 1) |x|^2; along: (Q, n) <u_i, x>; far: (Q, n) |u_i|^2; apart: (Q, 1) the least |u_i - x|^2 that counts.
     """
@@ -131,7 +131,7 @@ def _square(x: Tensor) -> Tensor:
 
 
 def _affine_minimiser(points: Tensor, used: Tensor) -> Tensor:
-    """argmin |sum_i y_i p_i|^2 with sum_i y_i = 1 over the used points; y may be negative. (Q, r)"""
+    """Return argmin |sum_i y_i p_i|^2 with sum_i y_i = 1 over the used points; y may be negative. (Q, r)"""
     ones = used.to(points.dtype)
     points = points * ones.unsqueeze(-1)
     sizes = points.square().sum(-1).masked_fill(~used, torch.inf)

@@ -14,7 +14,7 @@ _PAIRS = 2**22  # logits held at a time
 
 
 def blocks(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, visible, logits) for successive rows of queries; both (B, H, rows, n_k), the logits -inf where hidden."""
+    """Yield (rows, visible, logits) for successive queries; both (B, H, rows, n_k), logits -inf where hidden."""
     full = (*q.shape[:-1], k.shape[-2])
     visible = call.mask.visible(full[2], full[3], q.device)
     visible = (torch.ones((), dtype=torch.bool, device=q.device) if visible is None else visible).expand(full)
@@ -28,6 +28,6 @@ def blocks(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, Tensor, Te
 
 
 def pairs_held(shape: Shape) -> float:
-    """Query-key pairs in memory at a time, for the cost of a method that uses `blocks`."""
+    """Count query-key pairs in memory at a time, for the cost of a method that uses `blocks`."""
     row = shape.batch * shape.heads * shape.keys
     return float(min(row * shape.queries, max(row, _PAIRS)))

@@ -57,7 +57,7 @@ class Sampled(Method):
             )
 
     def chances(self, alpha: Tensor, v: Tensor) -> Tensor:
-        """p (B, H, rows, n_k), of sum one in each row that sees a key."""
+        """Return p (B, H, rows, n_k), of sum one in each row that sees a key."""
         if self.proposal == "attention":
             return alpha
         if self.proposal == "value_norm":
@@ -97,7 +97,7 @@ class Sampled(Method):
         return out.to(v.dtype)
 
     def spread(self, alpha: Tensor, p: Tensor, v: Tensor) -> Tensor:
-        """m times the mean squared error, (B, H, rows): exact if unbiased, the limit of many samples if not."""
+        """Return m times the mean squared error, (B, H, rows): exact if unbiased, the limit of many samples if not."""
         mean = alpha @ v
         if self.form == "unbiased":
             second = (dense.divide_rows(alpha * alpha, p) @ v.square().sum(-1, keepdim=True)).squeeze(-1)

@@ -9,13 +9,13 @@ from sparing.maths.linear import LogFeatures
 
 
 def elu_features(q: Tensor, k: Tensor, *, shift: bool) -> LogFeatures:
-    """phi(x) = 1 + ELU(x): 1 + x above zero, exp(x) below. With `shift`, phi(q) is known up to a factor per query."""
+    """Return phi(x) = 1 + ELU(x): 1 + x above zero, exp(x) below; with `shift`, up to a factor per query."""
     phi_q, _ = _one_plus_elu(q, shift)
     return LogFeatures(phi_q, *_one_plus_elu(k, shift))
 
 
 def _one_plus_elu(x: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
-    """(phi, log), 1 + ELU(x) = phi exp(log); with `shift` the largest entry of each phi is one."""
+    """Return (phi, log), 1 + ELU(x) = phi exp(log); with `shift` the largest entry of each phi is one."""
     if not shift:
         return torch.where(x > 0, 1 + x, x.clamp_max(0).exp()), torch.zeros_like(x[..., 0])
     # Where all entries are negative, exp(largest entry) goes to the logarithm: nothing underflows together.
@@ -26,7 +26,7 @@ def _one_plus_elu(x: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
 
 
 def square_features(x: Tensor) -> Tensor:
-    """phi(x).phi(y) = (x.y)^2: the d squares and, times sqrt(2), the d (d - 1) / 2 products of two coordinates."""
+    """Return phi with phi(x).phi(y) = (x.y)^2: d squares and, times sqrt(2), d (d - 1) / 2 products of coordinates."""
     double = x * 2.0**0.5
     # Products of slices: gathering pairs of coordinates takes longer than the matrix product that follows.
     pairs = [double[..., a : a + 1] * x[..., a + 1 :] for a in range(x.shape[-1] - 1)]

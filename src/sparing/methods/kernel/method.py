@@ -98,7 +98,7 @@ class Kernel(Method):
     def _weights(
         self, q: Tensor, k: Tensor, scale: float, visible: Tensor | None, distances: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """kappa(q_i, k_j), zero for keys out of sight; if it is divided by row anyway, up to a factor per row."""
+        """Return kappa(q_i, k_j), zero for hidden keys; up to a factor per row if rows are normalised anyway."""
         by_row = self.normalize == "row"
         if self.kind == "elu":
             return feature_weights(elu_features(q, k, shift=by_row), visible)
@@ -129,7 +129,7 @@ class Kernel(Method):
         return self._blocks(q, k, v, call)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """`exp` and `gaussian` by row are softmax attention, for which torch has a fused kernel."""
+        """Compute `exp` and `gaussian` by row as softmax attention, for which torch has a fused kernel."""
         if self.kind == "exp":
             return method("exact").fast(q, k, v, call)
         # -|k|^2 / 2 is one more coordinate. The fused kernel wants all widths equal.
@@ -141,7 +141,7 @@ class Kernel(Method):
         return method("exact").fast(q, k, pad(v, (0, width - e)), call)[..., :e].to(dtype)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The dense product, some queries at a time, without the keys that causality hides from all of them."""
+        """Compute the dense product some queries at a time, without keys that causality hides from all of them."""
         n_q, n_k = q.shape[-2], k.shape[-2]
         visible = call.mask.visible(n_q, n_k, q.device)
         visible = None if visible is None else visible.expand(-1, -1, n_q, n_k)
@@ -156,7 +156,7 @@ class Kernel(Method):
         return torch.cat(out, dim=-2)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """`elu` through its feature map, in linear time."""
+        """Compute `elu` through its feature map, in linear time."""
         by_row = self.normalize == "row"
         sums, total = linear_sums(elu_features(q, k, shift=by_row), v, call, shift=by_row)
         if self.normalize == "none":
@@ -188,12 +188,12 @@ class Kernel(Method):
         return out
 
     def _squares_pay(self, n_q: int, n_k: int, d: int, call: Call) -> bool:
-        """Whether `poly` is faster through its feature map: measured, when its features are half the keys or fewer."""
+        """Return whether `poly` is faster through its feature map: measured, if features are half the keys or fewer."""
         plain = self.degree == 2 and not call.mask.causal and call.mask.pattern is None and call.scale != 0
         return plain and _square_width(d) * (n_q + n_k) <= n_q * n_k
 
     def _squares(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """`poly` of degree 2 through its feature map: (q.k)^2 = phi(q).phi(k)."""
+        """Compute `poly` of degree 2 through its feature map: (q.k)^2 = phi(q).phi(k)."""
         unit_q, unit_k = _unit(q, (-1,)), _unit(k, (-1, -2))
         columns = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
         blocks = zip(unit_k.split(_ROWS, -2), columns.split(_ROWS, -2), strict=True)
@@ -238,7 +238,7 @@ class Kernel(Method):
 
 
 def _unit(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """x divided by its largest magnitude along the axes; zeros stay zeros."""
+    """Divide x by its largest magnitude along the axes; zeros stay zeros."""
     largest = x.detach().abs().amax(axes, keepdim=True)
     return x / largest.masked_fill(largest == 0, 1.0)
 
@@ -252,7 +252,7 @@ def _count(visible: Tensor, weights: Tensor) -> Tensor:
 
 
 def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with the first key as the origin, in float64, so that s (q.k - |k|^2 / 2) are the logits of a row.
+    """Move q and k to the first key as origin, in float64: s (q.k - |k|^2 / 2) are then the logits of a row.
 
     |q|^2 cancels when a row is divided by its sum. Differences q - k would round small keys away beside large queries;
     products far from the origin would round away what tells near keys apart.
@@ -262,12 +262,12 @@ def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _distances(q: Tensor, k: Tensor) -> Tensor:
-    """|q_i - k_j|^2 from the differences."""
+    """Return |q_i - k_j|^2 from the differences."""
     return torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 def _distances_by_product(q: Tensor, k: Tensor) -> Tensor:
-    """|q_i - k_j|^2 = |q_i|^2 + |k_j|^2 - 2 q_i.k_j, rounded up to zero.
+    """Return |q_i - k_j|^2 = |q_i|^2 + |k_j|^2 - 2 q_i.k_j, rounded up to zero.
 
     In float64: near pairs cancel, and what float32 leaves of a distance between long vectors is rounding.
     """

@@ -88,7 +88,7 @@ class Linformer(Method):
         return (q @ slots_k.mT * call.scale).softmax(-1) @ slots_v
 
     def _slots(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """K' = E K (B, H, r, d) and V' = E V."""
+        """Return K' = E K (B, H, r, d) and V' = E V."""
         if call.mask.keep is not None:  # the valid tokens first, in their order
             order = place_of_rank(call.mask.keep)[:, None, :, None]
             k, v = (x.take_along_dim(order, dim=2) for x in (k, v))
@@ -108,7 +108,7 @@ class Linformer(Method):
         return attend(q, slots_k, slots_v, None, None, call.scale)[0]
 
     def _rows(self, n: int, call: Call) -> Tensor:
-        """The first n columns of E, (H, rank, n)."""
+        """Return the first n columns of E, (H, rank, n)."""
         if call.state is not None:
             weight: Tensor = call.state.weight  # type: ignore[assignment]
             return weight[..., :n]

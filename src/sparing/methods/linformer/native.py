@@ -10,7 +10,7 @@ from torch import Tensor
 from sparing.draws import Draws
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 _DRAWS = "Tensor? keep, Tensor streams, int seed, int purpose"
 schemas.define(f"sign_projection(Tensor x, {_DRAWS}, int slots) -> Tensor")
@@ -26,7 +26,7 @@ def sign_projection(x: Tensor, keep: Tensor | None, draws: Draws, purpose: int, 
     """
     keep = None if keep is None else keep.contiguous()
     return torch.ops.sparing.sign_projection(
-        adjacent(x), keep, draws.streams.contiguous(), draws.signed_seed, purpose, slots
+        contiguous_rows(x), keep, draws.streams.contiguous(), draws.signed_seed, purpose, slots
     )
 
 
@@ -47,7 +47,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    back = torch.ops.sparing.sign_projection_backward(adjacent(grad), *ctx.saved_tensors, *ctx.draws, ctx.tokens)
+    back = torch.ops.sparing.sign_projection_backward(contiguous_rows(grad), *ctx.saved_tensors, *ctx.draws, ctx.tokens)
     return back, *[None] * 5
 
 

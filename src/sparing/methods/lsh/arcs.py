@@ -25,7 +25,7 @@ class Round(NamedTuple):
     group: Tensor  # (B, H, n_q): queries of one group have one base
 
     def sees(self, query: Tensor | None, key: Tensor | None, count: Tensor) -> Tensor:
-        """Hits of queries (B, H, ..., a) and valid keys (B, H, ..., b), both token numbers: (B, H, ..., a, b).
+        """Return hits of queries (B, H, ..., a) and valid keys (B, H, ..., b), token numbers: (B, H, ..., a, b).
 
         None stands for all tokens. count: (B or 1,) valid keys.
         """
@@ -37,7 +37,7 @@ class Round(NamedTuple):
         return (steps >= begin) & (steps < end)
 
     def stretch(self, query: Tensor, width: int, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys from the base of each block of queries on, and which of these each query sees.
+        """Return the keys from the base of each block of queries on, and which of these each query sees.
 
         query: (B, H, blocks, rows), one group per block. Returns (B, H, blocks, width) and (B, H, blocks, rows, width).
         """
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
 
 
 def by_bucket(in_q: Tensor, in_k: Tensor, tokens: Tokens, *, strict: bool) -> Round:
-    """The 2 * chunk sorted keys around the query's bucket; with `strict` only those inside it.
+    """Return the 2 * chunk sorted keys around the query's bucket; with `strict` only those inside it.
 
     The arc is centred on the bucket. Of a bucket that holds more than 2 * chunk keys, it takes those around the query's
     own position (where n_q = n_k; else those in the middle). It starts at a multiple of chunk / 2, so that queries
@@ -81,7 +81,7 @@ def by_bucket(in_q: Tensor, in_k: Tensor, tokens: Tokens, *, strict: bool) -> Ro
 
 
 def by_bucket_causal(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
-    """The keys of the query's bucket up to its position, in chunks from the bucket's start: the current and the last.
+    """Return the keys of the query's bucket up to its position: the current and the last of its chunks.
 
     Which keys these are, and where they stand in the arc, does not depend on later tokens.
     """
@@ -97,7 +97,7 @@ def by_bucket_causal(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
 
 
 def by_rank(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
-    """Queries sorted like keys; chunk i of the queries sees chunks i - 1 and i of the keys; before 0 is the last."""
+    """Sort queries like keys; chunk i of the queries sees chunks i - 1 and i of the keys; before 0 is the last."""
     _, order, place, _ = _sorted(in_k, tokens.keep, in_q.shape[-1])
     _, _, rank, _ = _sorted(in_q, tokens.influence, in_k.shape[-1])
     count = tokens.valid[:, None, None]
@@ -110,7 +110,7 @@ def by_rank(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
 
 
 def _sorted(buckets: Tensor, valid: Tensor | None, other: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Tokens by (bucket, position), padded ones last: sorted codes, sorted tokens, each token's place, code span."""
+    """Sort tokens by (bucket, position), padded last: sorted codes, sorted tokens, places of tokens, code span."""
     span = max(buckets.shape[-1], other)
     codes = buckets * span
     if valid is not None:
@@ -121,19 +121,19 @@ def _sorted(buckets: Tensor, valid: Tensor | None, other: int) -> tuple[Tensor, 
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, n) at the tokens `index` (B, H, ...)."""
+    """Return x (B, H, n) at the tokens `index` (B, H, ...)."""
     return x.gather(-1, index.flatten(2)).view_as(index)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, n, d) at the tokens `index` (B, H, ...): (B, H, ..., d)."""
+    """Return x (B, H, n, d) at the tokens `index` (B, H, ...): (B, H, ..., d)."""
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * (index.ndim - 2))
     rows = (heads * x.shape[2] + index).flatten()  # whole rows are copied faster than entries are gathered
     return x.flatten(0, 2).index_select(0, rows).view(*index.shape, x.shape[-1])
 
 
 def pack(group: Tensor, influence: Tensor | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries in blocks of `rows`, each block from one group; queries without influence have blocks of their own.
+    """Put queries in blocks of `rows`, each from one group; those without influence have blocks of their own.
 
     Returns the query in each place (B, H, blocks, rows), whether there is one, and each query's place (B, H, n_q).
     """

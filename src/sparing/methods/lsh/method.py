@@ -74,7 +74,7 @@ class Lsh(Method):
         return replace(type(self).supports, causal=by_bucket, cross_attention=by_bucket, mixes_queries=not by_bucket)
 
     def bucket_counts(self, count: Tensor) -> Tensor:
-        """Buckets for each number of valid keys; one bucket holds everything that fits into a chunk."""
+        """Return the number of buckets for each number of valid keys; keys that fit into a chunk share one."""
         many = 2 * (count / self.chunk).round().long().clamp_min(1)
         many = many if self.buckets is None else torch.full_like(count, self.buckets)
         return many.masked_fill(count <= self.chunk, 1)
@@ -88,7 +88,7 @@ class Lsh(Method):
         return call.draws.normal("lsh.rotations", rows, self.rounds, q.shape[-1]), buckets
 
     def look_up(self, q: Tensor, k: Tensor, call: Call) -> tuple[list[arcs.Round], Tensor]:
-        """The arcs of each round, and the number of buckets (B or 1,). Both paths in PyTorch select through this."""
+        """Return the arcs of each round, and the number of buckets (B or 1,), for both paths in PyTorch."""
         _, count = call.mask.key_ranks(k.shape[-2], k.device)
         tokens = arcs.Tokens(call.mask.keep, call.mask.influence, count, self.chunk)
         rotations, buckets = self.rotations(q, k, call)
@@ -106,7 +106,7 @@ class Lsh(Method):
         return found, buckets
 
     def scores(self, q: Tensor, k: Tensor, buckets: Tensor, call: Call) -> Tensor:
-        """s q.k of (B, H, ..., a, d) and (B, H, ..., b, d), less log(1 - (1 - p)^rounds) for "ips"."""
+        """Return s q.k of (B, H, ..., a, d) and (B, H, ..., b, d), less log(1 - (1 - p)^rounds) for "ips"."""
         dots = q @ k.mT
         if self.combine != "ips":
             return dots * call.scale
@@ -161,7 +161,7 @@ class Lsh(Method):
     def _round(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, rounds: list[arcs.Round], buckets: Tensor
     ) -> blocks.Part:
-        """What the last of `rounds` shows, and no earlier one did unless hits are to be summed."""
+        """Return what the last of `rounds` shows, and no earlier one did unless hits are summed."""
         now, earlier = rounds[-1], [] if self.combine == "sum" else rounds[:-1]
         rows, width = max(self.chunk // 2, 1), 2 * self.chunk
         query, filled, slot = arcs.pack(now.group, call.mask.influence, rows)  # (B, H, blocks, rows) twice, (B, H, n_q)

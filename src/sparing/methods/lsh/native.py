@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 Rule = Literal["bucket", "causal", "rank"]
 _RULES: tuple[Rule, ...] = ("bucket", "causal", "rank")  # in the order of the enumeration in lsh_arcs.h
@@ -26,12 +26,12 @@ schemas.define(
 
 
 def rotation_buckets(x: Tensor, rotations: Tensor, buckets: Tensor) -> Tensor:
-    """`sparing.maths.hashing.rotation_buckets` of all rounds: (rounds, B, H, n) as int32.
+    """Return `sparing.maths.hashing.rotation_buckets` of all rounds: (rounds, B, H, n) as int32.
 
     rotations: (H, rows, rounds, d) in float64. buckets: (B or 1,).
     """
     used = (buckets // 2).expand(x.shape[0]).contiguous()
-    return torch.ops.sparing.rotation_buckets(adjacent(x.detach()), rotations.contiguous(), used)
+    return torch.ops.sparing.rotation_buckets(contiguous_rows(x.detach()), rotations.contiguous(), used)
 
 
 def lsh(
@@ -47,13 +47,13 @@ def lsh(
     once: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output (B, H, n_q, e), log-sum-exp and hits (B, H, n_q)) over the keys that the rounds show.
+    """Return (output (B, H, n_q, e), log-sum-exp and hits (B, H, n_q)) over the keys that the rounds show.
 
     in_q, in_k: (rounds, B, H, n) buckets as int32. rule: `by_bucket`, `by_bucket_causal` or `by_rank` of
     `sparing.methods.lsh.arcs`. once: a key that several rounds show counts once, else as often as it is shown. Where
     n_q = n_k, a query that no round shows a key sees its own.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep, influence = (None if x is None else x.contiguous() for x in (keep, influence))
     which = _RULES.index(rule)
     out, lse, *_, hits = torch.ops.sparing.lsh(q, k, v, in_q, in_k, keep, influence, chunk, which, once, scale)
@@ -86,7 +86,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, in_q, in_k, keep, influence, out, top, total = ctx.saved_tensors
     grads = torch.ops.sparing.lsh_backward(
-        adjacent(grad), lse_grad.contiguous(), q, k, v, out, top, total, in_q, in_k, keep, influence, *ctx.limits
+        contiguous_rows(grad), lse_grad.contiguous(), q, k, v, out, top, total, in_q, in_k, keep, influence, *ctx.limits
     )
     return (*grads, *[None] * 8)
 

@@ -16,7 +16,7 @@ _NEVER = -60.0  # log p of pairs that nobody will see collide; keeps 1 / p finit
 
 @lru_cache(maxsize=256)
 def log_collision_law(buckets: int) -> Tensor:
-    """log p at the angles 0, pi/64, ..., pi, in float64, for Gaussian rotations and 1 or an even number of buckets.
+    """Return log p at the angles 0, pi/64, ..., pi, in float64, for Gaussian rotations and 1 or even buckets.
 
     p = C int int_{u, w > 0} f(u, w) F(u, w)^(C/2 - 1) du dw: one of the C directions wins for both vectors; f is the
     density of two standard normal numbers whose correlation is the cosine, F(u, w) = P(|U| < u, |W| < w).
@@ -32,7 +32,7 @@ def log_collision_law(buckets: int) -> Tensor:
 
 
 def log_collision(cosine: Tensor, laws: Tensor) -> Tensor:
-    """log p for cosines (B, ...), linear between the angles of the laws (B or 1, angles)."""
+    """Return log p for cosines (B, ...), linear between the angles of the laws (B or 1, angles)."""
     place = torch.arccos(cosine.clamp(-1.0, 1.0)) * ((laws.shape[1] - 1) / math.pi)
     low = place.floor().clamp_max(laws.shape[1] - 2).long()
     laws = laws.to(cosine.dtype).expand(cosine.shape[0], -1)
@@ -41,7 +41,7 @@ def log_collision(cosine: Tensor, laws: Tensor) -> Tensor:
 
 
 def _collide(buckets: int, angle: Tensor) -> Tensor:
-    """The double integral for each angle; w is counted in units of its spread given u."""
+    """Integrate twice for each angle; w is counted in units of its spread given u."""
     nodes, weights = _legendre(_NODES)
     rho, sigma = angle.cos().view(-1, 1, 1, 1), angle.sin().view(-1, 1, 1, 1)
     u = ((nodes + 1) * _FAR / 2).view(-1, 1, 1)
@@ -56,7 +56,7 @@ def _collide(buckets: int, angle: Tensor) -> Tensor:
 
 
 def _legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of Gauss-Legendre quadrature on [-1, 1], from the eigenvalues of the Jacobi matrix."""
+    """Return nodes and weights of Gauss-Legendre quadrature on [-1, 1], from the Jacobi matrix."""
     k = torch.arange(1, count, dtype=torch.float64)
     beside = k / (4 * k * k - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(beside.diag(1) + beside.diag(-1))

@@ -215,7 +215,7 @@ class MonteCarlo(Method):
         return replace(self, alpha=0.0)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
-        """Without statistics every token is taken to need all its features: the counts depend on the data.
+        """Return the work; without statistics every token is taken to need all its features.
 
         A sample counts as a multiply-add for each of the e columns. The random numbers, which are no FLOPs, and the
         search for the features are not counted; they can take more time than all the rest.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.methods.monte_carlo.sampling import Lists
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 schemas.define(
     "received(Tensor q, Tensor k, Tensor? keep, Tensor? counted, float scale) -> (Tensor largest, Tensor lse)"
@@ -26,7 +26,7 @@ def received(q: Tensor, k: Tensor, keep: Tensor | None, counted: Tensor | None, 
     keep: (B, n_k), False for padded keys, which receive nothing. counted: (B, n_q), False for queries whose weights do
     not count. There is no gradient.
     """
-    q, k = adjacent(q), adjacent(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     keep, counted = (None if mask is None else mask.contiguous() for mask in (keep, counted))
     return torch.ops.sparing.received(q, k, keep, counted, scale)
 

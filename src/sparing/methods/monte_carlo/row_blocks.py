@@ -45,7 +45,10 @@ def weigh_rows(
     q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None, counted: Tensor | None, scale: float, budget: Budget,
     features: int,
 ) -> list[RowBlock]:  # fmt: skip
-    """q (g, n_q, d), k (n_k, d), visible and bias (g or 1, n_q, n_k), counted (n_q,): queries that others may feel."""
+    """Weigh the keys k (n_k, d) for the queries q (g, n_q, d), and count samples, by blocks of rows.
+
+    visible, bias: (g or 1, n_q, n_k). counted: (n_q,), False for queries that do not change the counts of others.
+    """
     places = row_blocks(q.shape[1], len(k))
     found, largest = [], None
     for (start, end, n), rows in zip(places, q.split([end - start for start, end, _ in places], dim=1), strict=True):
@@ -65,7 +68,7 @@ def weigh_rows(
 
 
 def cut_rows(weights: Tensor, lse: Tensor, seen: Tensor, counts: Tensor, features: int) -> list[RowBlock]:
-    """The blocks of a head whose weights (g, n_q, n_k) and counts (n_q, n_k) are known."""
+    """Cut a head with known weights (g, n_q, n_k) and counts (n_q, n_k) into blocks."""
     codes = level_of(counts, features)
     return [
         RowBlock(weights[:, start:end, :n], lse[:, start:end], seen[start:end, :n], codes[start:end, :n])
@@ -74,7 +77,7 @@ def cut_rows(weights: Tensor, lse: Tensor, seen: Tensor, counts: Tensor, feature
 
 
 def row_work(blocks: list[RowBlock], used: Tensor, features: int, *, estimator: str) -> dict[str, Tensor]:
-    """What one head takes: counts, products and terms of `inspect()`. used: (levels, n_k)."""
+    """Return the work of one head: counts, products and terms of `inspect()`. used: (levels, n_k)."""
     products, counts = 0, largest_counts(used, features)
     for block in blocks:
         products += block.codes.numel() * (len(present(block.codes)) if estimator not in ("drop", "mean") else 1)
@@ -89,7 +92,7 @@ def row_work(blocks: list[RowBlock], used: Tensor, features: int, *, estimator: 
 
 
 def row_facts(blocks: list[RowBlock], used: Tensor, x: Tensor, size: Tensor, *, estimator: str) -> dict[str, Tensor]:
-    """What `inspect()` tells about one head, beyond its work.
+    """Return what `inspect()` notes of one head, beyond its work.
 
     used: (levels, n_k). x: (n_k, d). size: |W|_F. estimator: that of the method.
     """
@@ -117,6 +120,6 @@ def row_facts(blocks: list[RowBlock], used: Tensor, x: Tensor, size: Tensor, *, 
 
 
 def stack_facts(heads: Iterable[dict[str, Tensor]], batch: int) -> dict[str, Tensor]:
-    """Facts of all heads of all batch items, one item after the other, as (B, H, ...)."""
+    """Stack the facts of all heads of all batch items, one item after the other, as (B, H, ...)."""
     found = list(heads)
     return {name: torch.stack([f[name] for f in found]).unflatten(0, (batch, -1)) for name in found[0]}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparing.methods.multipole.step_past import StepPast
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 schemas.define(
     "kmeans(Tensor x, Tensor valid, Tensor start, Tensor start_used, Tensor lesson, Tensor lesson_used, int steps)"
@@ -53,7 +53,7 @@ def metric_rows(k: Tensor, factor: Tensor, valid: Tensor, limit: int) -> Tensor:
 
     factor: lower triangular, float64. valid: (B, T, size). As `clusters.whole_numbers` rounds them.
     """
-    return torch.ops.sparing.metric_rows(adjacent(k), factor.mT.contiguous(), valid.contiguous(), limit)
+    return torch.ops.sparing.metric_rows(contiguous_rows(k), factor.mT.contiguous(), valid.contiguous(), limit)
 
 
 @torch.library.register_fake("sparing::metric_rows", lib=schemas)
@@ -80,7 +80,7 @@ def summaries(
     queries. clusters: of each of T chunks. faintest: least log-weight. nothing: least spread that is not taken for
     zero. As `sparing.methods.multipole.poles.summarise`; there is no gradient.
     """
-    k, v = adjacent(k), adjacent(v)
+    k, v = contiguous_rows(k), contiguous_rows(v)
     tensors = (t.contiguous() for t in (labels, mean, covariance))
     return torch.ops.sparing.summaries(k, v, *tensors, clusters, scale, faintest, nothing)
 
@@ -123,7 +123,7 @@ def multipole(
     labels, shares: (levels, B, H, n_k) cluster of a key within its level and its weight there. levels: (levels, 3) keys
     and clusters of a chunk, and chunks. block: 0 if not causal. There is no gradient.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     tensors = (t.contiguous() for t in (seen, own, mean, variance, *poles, labels, shares, levels))
     return torch.ops.sparing.multipole(
         q, k, v, *tensors, before, after, sinks, block, keys, second, by_mass, cap, tolerance, scale
@@ -162,7 +162,7 @@ def multipole_step(
     by_mass, cap, tolerance, scale, as of `multipole`. There is no gradient.
     """
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-        q, k, v = adjacent(q), adjacent(k), adjacent(v)
+        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     return torch.ops.sparing.multipole_step(
         q, k, v, place, own, past.reals, past.ints, past.clusters, past.ranks, past.block, *settings, limit
     )

@@ -126,7 +126,7 @@ class Nystrom(Method):
 
     @staticmethod
     def start(middle: Tensor) -> Tensor:
-        """Where the iteration starts: A^T / (||A||_1 ||A||_inf), norms per matrix; the rows of A sum to one."""
+        """Return where the iteration starts: A^T / (||A||_1 ||A||_inf), norms per matrix; rows of A sum to one."""
         return middle.mT / middle.sum(-2).amax(-1)[..., None, None]
 
     def residual(self, out: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -20,7 +20,7 @@ class Landmarks(NamedTuple):
 
 
 def draw_landmarks(sampling: str, count: int, n_q: int, n_k: int, call: Call, device: torch.device) -> Landmarks:
-    """`count` landmark rows per item and head, or all valid rows where there are no more than that.
+    """Draw `count` landmark rows per item and head, or take all valid rows where there are no more.
 
     sampling: "without_replacement" and "half" take half of them from the queries and half from the keys, the latter
         with replacement; a side with too few rows leaves the rest to the other. "iid" draws from all rows with

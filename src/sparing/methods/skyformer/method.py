@@ -139,12 +139,12 @@ class Skyformer(Method):
         return self.with_covered_items(out, q, k, v, call, chosen).to(dtype)
 
     def with_covered_items(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, chosen: Landmarks) -> Tensor:
-        """`out` with the exact target for the items that `covered` names."""
+        """Put the exact target into `out` for the items that `covered` names."""
         items = self.covered(chosen).expand(q.shape[0]).nonzero().squeeze(-1)
         return attend_items(out, items, self.exact, q, k, v, call) if len(items) else out
 
     def lift(self, q: Tensor, k: Tensor, call: Call) -> Lift:
-        """Landmarks, and the kernel of all rows and of the landmarks against them (eqs. 4 and 5)."""
+        """Return the landmarks, and the kernel of all rows and of the landmarks against them (eqs. 4 and 5)."""
         n_q, n_k = q.shape[-2], k.shape[-2]
         rows = math.sqrt(call.scale) * torch.cat([q, k], dim=-2)  # X (B, H, n_q + n_k, d)
         chosen = draw_landmarks(self.sampling, self.landmarks, n_q, n_k, call, q.device)
@@ -195,7 +195,7 @@ class Skyformer(Method):
         return chosen.valid.sum(-1) <= (-1 if self.sampling == "all" else self.landmarks)
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The target, densely (B, H, n_q, e)."""
+        """Compute the target densely (B, H, n_q, e)."""
         if self.kernel == "softmax":
             return dense.softmax(dense.logits(q, k, call))[0] @ v
         return gaussian(math.sqrt(call.scale) * q, math.sqrt(call.scale) * k) @ v  # values of padded keys are zero
@@ -226,7 +226,7 @@ class Skyformer(Method):
 
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:
-    """exp(-|x_i - y_j|^2 / 2): x (..., n, d), y (..., m, d) -> (..., n, m); entries in [0, 1].
+    """Return exp(-|x_i - y_j|^2 / 2): x (..., n, d), y (..., m, d) -> (..., n, m); entries in [0, 1].
 
     The exponent is formed in float64: near pairs of long vectors cancel.
     """
@@ -239,7 +239,7 @@ def gaussian(x: Tensor, y: Tensor) -> Tensor:
 
 
 def key_weights(k: Tensor, call: Call) -> Tensor:
-    """exp(s |k|^2 / 2) divided by the largest (B, H, n_k, 1); zero for padded keys. The queries' factor cancels."""
+    """Return exp(s |k|^2 / 2) over the largest (B, H, n_k, 1); zero if padded. The queries' factor cancels."""
     logs = call.scale / 2 * k.square().sum(-1, keepdim=True)
     if call.mask.keep is not None:
         logs = logs.masked_fill(~call.mask.keep[:, None, :, None], -torch.inf)
@@ -247,20 +247,20 @@ def key_weights(k: Tensor, call: Call) -> Tensor:
 
 
 def rescaled(v: Tensor, k: Tensor, call: Call) -> Tensor:
-    """The values times their keys' weights, and the weights themselves as the last column (B, H, n_k, e + 1)."""
+    """Return values times their keys' weights, and the weights as the last column (B, H, n_k, e + 1)."""
     weights = key_weights(k, call)
     return torch.cat([v * weights, weights], dim=-1)
 
 
 def landmark_rows(q: Tensor, k: Tensor, chosen: Landmarks) -> Tensor:
-    """The landmarks among the rows of [Q; K], without joining the two (B, H, m, d)."""
+    """Return the landmarks among the rows of [Q; K], without joining the two (B, H, m, d)."""
     rows, n_q = chosen.rows.unsqueeze(-1), q.shape[-2]
     from_q = q.take_along_dim(rows.clamp_max(n_q - 1), dim=-2)
     return torch.where(rows < n_q, from_q, k.take_along_dim((rows - n_q).clamp_min(0), dim=-2))
 
 
 def landmark_keys(v: Tensor, k: Tensor, call: Call, chosen: Landmarks, n_q: int) -> Tensor:
-    """The rows of `rescaled` at the landmarks that are keys, each key shared among its repeats (B, H, m, e + 1)."""
+    """Return the rows of `rescaled` at landmarks that are keys, each shared among its repeats (B, H, m, e + 1)."""
     is_key = (chosen.rows >= n_q).unsqueeze(-1)  # (B or 1, H or 1, m, 1)
     repeats = (chosen.rows.unsqueeze(-1) == chosen.rows.unsqueeze(-2)).sum(-1, keepdim=True)
     at = (chosen.rows - n_q).clamp_min(0).unsqueeze(-1)
@@ -269,7 +269,7 @@ def landmark_keys(v: Tensor, k: Tensor, call: Call, chosen: Landmarks, n_q: int)
 
 
 def normalised(sums: Tensor, known: Tensor) -> Tensor:
-    """sums (B, H, n_q, e + 1) divided by their last column, the row sums, where these can be right.
+    """Divide sums (B, H, n_q, e + 1) by their last column, the row sums, where these can be right.
 
     What the landmark keys contribute to a row sum is known exactly. A sum below that (C~ may be negative) is wrong,
     and dividing by it would blow up; such a row gets exact attention over the landmark keys, `known`.

@@ -56,11 +56,11 @@ class Window(Method):
             raise ValueError(f"window: size={self.size} must be even: half of it lies on each side of the query")
 
     def sides(self, call: Call) -> tuple[int, int]:
-        """Keys to the left and to the right of the query."""
+        """Return keys to the left and to the right of the query."""
         return (self.size, 0) if call.mask.causal else (self.size // 2, self.size // 2)
 
     def reach(self, n_q: int, n_k: int, device: torch.device, call: Call) -> Tensor:
-        """S_i as a boolean matrix, without padding and causality: (B or 1, 1, n, n)."""
+        """Return S_i as a boolean matrix, without padding and causality: (B or 1, 1, n, n)."""
         left, right = self.sides(call)
         position = torch.arange(n_k, device=device)
         apart = position - position[:, None]  # j - i
@@ -166,12 +166,12 @@ class Window(Method):
 
 
 def _block(size: int) -> int:
-    """Queries that share one stretch of keys: large enough that stretches overlap at most five times."""
+    """Return how many queries share one stretch of keys, so that stretches overlap at most five times."""
     return max(64, size // 4)
 
 
 def _band(q: Tensor, k: Tensor, v: Tensor, call: Call, left: int, right: int) -> blocks.Part:
-    """Blocks of queries, each against the stretch of keys that its windows cover.
+    """Compute blocks of queries, each against the stretch of keys that its windows cover.
 
     All heads are laid end to end, so that the overlapping stretches are a view and not a copy; what a stretch covers
     of a neighbouring head is masked like padding.
@@ -209,12 +209,12 @@ def _first_tokens(call: Call, how_many: int, device: torch.device) -> tuple[Tens
 
 
 def _pick(x: Tensor, position: Tensor) -> Tensor:
-    """The tokens of x (B, H, n, d) at (B or 1, m) positions."""
+    """Return the tokens of x (B, H, n, d) at (B or 1, m) positions."""
     return x.gather(2, position[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3]))
 
 
 def _first_keys(q: Tensor, k: Tensor, v: Tensor, call: Call, shared: int, left: int, right: int) -> blocks.Part:
-    """The sinks and global keys, where they lie outside the query's own window: each key counts once."""
+    """Return the sinks and global keys outside the query's own window: each key counts once."""
     n = q.shape[-2]
     position, exists = _first_tokens(call, shared, q.device)  # (B or 1, shared)
     apart = position[:, None, :] - torch.arange(n, device=q.device)[:, None]  # (B or 1, n, shared)

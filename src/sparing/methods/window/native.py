@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 _LIMITS = "Tensor? keep, Tensor? shared, int left, int right, bool causal, float scale"
 schemas.define(f"window(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse, Tensor top, Tensor total)")
@@ -30,11 +30,11 @@ def window(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(output (B, H, n, e), log-sum-exp (B, H, n)): query i over keys i - left to i + right and the shared ones.
+    """Return (output (B, H, n, e), log-sum-exp (B, H, n)); query i sees keys i - left to i + right and the shared ones.
 
     keep: (B, n), False for padded keys. shared: (B, s) positions, -1 for none; with `causal` seen from there on.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
     shared = None if shared is None else shared.contiguous()
     out, lse, *_ = torch.ops.sparing.window(q, k, v, keep, shared, left, right, causal, scale)
@@ -61,7 +61,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, keep, shared, out, top, total = ctx.saved_tensors
     grads = torch.ops.sparing.window_backward(
-        adjacent(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, shared, *ctx.limits
+        contiguous_rows(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, shared, *ctx.limits
     )
     return (*grads, *[None] * 6)
 

@@ -29,7 +29,7 @@ class Sampler:
     bits: Tensor  # (B or 1,) int64
 
     def codes(self, q: Tensor, k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Codes of the queries and of the keys, (B, H, n, few) each, a few hashes at a time."""
+        """Yield codes of the queries and of the keys, (B, H, n, few) each, a few hashes at a time."""
         for normals in hyperplanes(
             self.family, self.draws, PURPOSE, bits=int(self.bits.max()), hashes=self.hashes, width=q.shape[-1]
         ):
@@ -98,7 +98,7 @@ def _buckets(q: Tensor, k: Tensor, valid: Tensor, sampler: Sampler) -> Iterator[
 
 
 def _tokens(like: Tensor, valid: Tensor | None, left: Tensor | None = None, point: Tensor | None = None) -> Tokens:
-    """All queries or all valid keys of a call, one row each; what is not given is ones, so that pairs count one."""
+    """Return all queries or valid keys of a call, one row each; what is not given is ones, so pairs count one."""
     place = torch.arange(like.shape[-2], device=like.device).repeat(like.shape[:-2].numel()).unsqueeze(-1)
     columns = (place, *(like.new_ones(*like.shape[:-1], 1) if x is None else x for x in (left, point)))
     rows = [x.reshape(-1, x.shape[-1]) for x in columns]
@@ -107,7 +107,7 @@ def _tokens(like: Tensor, valid: Tensor | None, left: Tensor | None = None, poin
 
 
 def _valid(k: Tensor, call: Call) -> Tensor:
-    """The keys that are not padded, as rows of the flattened keys."""
+    """Return the keys that are not padded, as rows of the flattened keys."""
     if call.mask.keep is None:
         return torch.arange(k.shape[:-1].numel(), device=k.device)
     return call.mask.keep[:, None].expand(k.shape[:-1]).flatten().nonzero().squeeze(-1)

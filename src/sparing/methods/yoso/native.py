@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import adjacent
+from sparing.native.tensors import contiguous_rows
 
 _SAMPLING = "Tensor streams, Tensor bits, int seed, int[] purposes, int hashes, bool gaussian"
 _CALL = f"Tensor q, Tensor k, Tensor v, Tensor? keep, {_SAMPLING}, bool causal, bool exact, float? unit"
@@ -25,9 +25,9 @@ schemas.define(
 def codes(
     x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Sequence[int], hashes: int, gaussian: bool
 ) -> Tensor:
-    """The codes (B, H, n, hashes) of the tokens x (B, H, n, d), as int64; the rest as for `collision_sums`."""
+    """Return the codes (B, H, n, hashes) of tokens x (B, H, n, d), as int64; the rest as for `collision_sums`."""
     return torch.ops.sparing.yoso_codes(
-        adjacent(x), streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian
+        contiguous_rows(x), streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian
     )
 
 
@@ -54,7 +54,7 @@ def collision_sums(
     matrices. exact: the derivative of a weight is that of the probability of a collision, not the lower bound. unit:
     rows are divided by their length; one without an entry as large as this number gives zeros and gets no gradient.
     """
-    q, k, v = (adjacent(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
     out, _ = torch.ops.sparing.yoso(
         q, k, v, keep, streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian, causal, exact, unit
@@ -92,7 +92,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad[:3]
     # The codes are drawn again: what is kept does not grow with the number of hashes.
     grads = torch.ops.sparing.yoso_backward(
-        adjacent(grad), out, inverse, q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
+        contiguous_rows(grad), out, inverse, q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
     )
     grad_q, grad_k, grad_v = (g if wanted else None for g, wanted in zip(grads, needed, strict=True))
     return grad_q, grad_k, None if grad_v is None else grad_v.to(v.dtype), *[None] * 10

@@ -43,7 +43,7 @@ class Runs(NamedTuple):
     size: Tensor  # (R + 1,)
 
     def find(self, bucket: Tensor) -> Tensor:
-        """The run of each bucket."""
+        """Return the run of each bucket."""
         nowhere = len(self.bucket)
         run = torch.searchsorted(self.bucket, bucket)
         return run.masked_fill(self.bucket[run.clamp_max(nowhere - 1)] != bucket, nowhere)
@@ -58,7 +58,7 @@ def runs_of(bucket: Tensor) -> Runs:
 
 
 def table_sums(mine: Tensor, theirs: Tensor, values: Tensor) -> Tensor:
-    """The sum of the values (M, e) in the bucket of each of mine: tables without their empty rows."""
+    """Return the sum of the values (M, e) in the bucket of each of mine: tables without their empty rows."""
     runs = runs_of(theirs)
     table = embedding_bag(runs.order, values, runs.first, mode="sum")  # (R + 1, e), the last row zero
     return table.index_select(0, runs.find(mine))
@@ -67,7 +67,7 @@ def table_sums(mine: Tensor, theirs: Tensor, values: Tensor) -> Tensor:
 def bucket_sums(
     mine: Tokens, theirs: Tokens, buckets: tuple[Tensor, Tensor], order: Order, slope: Slope | None = None
 ) -> Tensor:
-    """The sum at the top of this module, (N, d). With a slope every colliding pair is visited: O(N^2) at worst.
+    """Return the sum at the top of this module, (N, d). With a slope all colliding pairs are visited: O(N^2) at worst.
 
     buckets: those of mine (N,) and of theirs (M,), as int64; different sequences have different buckets.
     """
@@ -104,7 +104,7 @@ def bucket_sums(
 
 
 def _seen(place: Tensor, their_place: Tensor, buckets: tuple[Tensor, Tensor], runs: Runs, order: Order) -> Tensor:
-    """Where in the sorted tokens the past of each of mine ends, or its future begins."""
+    """Return where in the sorted tokens the past of each of mine ends, or its future begins."""
     span = int(torch.maximum(place.max(), their_place.max())) + 1
     placed = (buckets[1] * span + their_place).index_select(0, runs.order)
     return torch.searchsorted(placed, buckets[0] * span + place, right=order == "past")
@@ -121,7 +121,7 @@ def _tiles(count: Tensor) -> Tensor:
 
 
 def _slots(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups of consecutive rows laid out in tiles of their own: each row's slot; each group's first tile and tiles."""
+    """Lay out groups of consecutive rows in own tiles: each row's slot; each group's first tile and tiles."""
     tiles = _tiles(count)
     first = tiles.cumsum(0) - tiles
     shift = first * _TILE - (count.cumsum(0) - count)
@@ -130,7 +130,7 @@ def _slots(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _packed(rows: Tensor, slot: Tensor, tiles: int) -> Tensor:
-    """(tiles, _TILE, width), zero where no row stands."""
+    """Return rows as (tiles, _TILE, width), zero where no row stands."""
     packed = rows.new_zeros(tiles * _TILE, rows.shape[1])
     packed.index_copy_(0, slot, rows)
     return packed.view(tiles, _TILE, rows.shape[1])
@@ -155,7 +155,7 @@ def _states(
 
 
 def _add_products(out: Tensor, left: Tensor, states: Tensor, state: Tensor) -> None:
-    """out_i += left_i @ states[state_i] where state_i >= 0, rows with the same state together."""
+    """Add left_i @ states[state_i] to out_i where state_i >= 0, rows with the same state together."""
     chosen = (state >= 0).nonzero().squeeze(-1)
     if not len(chosen):
         return
