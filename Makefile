@@ -12,8 +12,7 @@ CSRC := $(shell find src/sparing/native/csrc -name '*.h' -o -name '*.cpp')
 .PHONY: compare test test-all test-oldest sanitize fuzz faults bench lint clean
 
 compare: $(KERNELS)
-	mkdir -p out
-	$(BIN)/sparing compare --json out/compare.json --html out/compare.html
+	$(BIN)/sparing compare --out out
 
 test: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -1,7 +1,8 @@
 """sparing: models that spend their attention sparingly."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparing import methods, nn, oracles
 from sparing.contract import Cost, Method, Projection, Shape, Supports, Unsupported, list_methods, method
@@ -40,12 +41,33 @@ __all__ = [
     "transformers",
 ]
 
+#: Names of earlier versions -> what to use instead.
+_OLD = {
+    "measure": "sparing.workbench",
+    "planning": "sparing.workbench.planning",
+    "presets": "sparing.models",
+    "split_specs": "sparing.spec.split_specs",
+    "studies": "sparing_lab.studies",
+    "tasks": "sparing_lab.tasks",
+    "training": "sparing_lab.training",
+}
+
+
+class _Methods(ModuleType):
+    def __call__(self) -> NoReturn:
+        raise TypeError("sparing.methods is the package of all methods; sparing.list_methods() lists them")
+
+
+methods.__class__ = _Methods
+
 #: What needs transformers, which is imported when one of these is first used.
 _LAZY = ("Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")
 _ELSEWHERE = {"compare": "sparing.workbench.comparison.compare", "plan": "sparing.workbench.planning.plan"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD:
+        raise AttributeError(f"module 'sparing' has no attribute {name!r} any more; use {_OLD[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module 'sparing' has no attribute {name!r}")
     try:

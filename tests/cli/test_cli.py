@@ -1,6 +1,9 @@
 """The command as a user meets it."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -199,5 +202,101 @@ def test_what_nobody_expected_is_one_line_too(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().err.startswith("sparing show: KeyError: ")
     with pytest.raises(KeyError):
         main(["show", str(tmp_path / "x.json"), "--debug"])
-    assert main(["plan", "-o", str(tmp_path / "recipe")]) == 2
-    assert "a recipe is a .json file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "-o", "recipe.json"], "-o is now --out FOLDER, which gets recipe.json"),
+        (["plan", "--output", "recipe.json"], "--output is now --out FOLDER"),
+        (["compare", "--batch", "4"], "--batch is now --batch-size"),
+        (["bench", "--width", "64"], "--width is now --head-dim"),
+        (["bench", "--batch", "4"], "--batch is now --batch-size"),
+    ],
+)
+def test_old_options_are_refused_by_their_new_name(arguments, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_out_gets_the_json_and_the_page(tmp_path, capsys):
+    assert main(["compare", *QUICK, "--no-cache", "--out", str(tmp_path / "new")]) == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.html", "compare.json"]
+    assert "</html>" in (tmp_path / "new" / "compare.html").read_text()
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "new" / "compare.json")]) == 0
+    assert "window(size=8)" in capsys.readouterr().out
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import sparing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform(sparing.Method):
+    \"\"\"Weigh all keys the same.\"\"\"
+
+    name: ClassVar[str] = "uniform_test"
+    target: ClassVar[str] = "softmax"
+    supports: ClassVar[sparing.Supports] = sparing.Supports(training_free=True)
+    times: int = 1
+
+    def reference(self, q, k, v, call):
+        return (self.times * v.mean(-2, keepdim=True)).expand(*q.shape[:-1], v.shape[-1])
+
+    def cost(self, shape, statistics=None):
+        return sparing.Cost(1.0, 1.0, 1.0)
+"""
+
+
+def test_a_method_of_the_users_own_is_named_on_the_command_line(tmp_path):
+    """In a process of its own, since the method stays registered; two workers parse the spec again."""
+    (tmp_path / "my_methods.py").write_text(OWN)
+    given = [
+        "compare", "minilm", "--import", "my_methods", "--methods", "uniform_test(times=2),uniform_test(times=3)",
+        "--length", "32", "--documents", "3", "--rounds", "1", "--no-lengths", "--jobs", "2", "--cache", "kept",
+    ]  # fmt: skip
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+
+    def run(*more):
+        command = [sys.executable, "-c", "import sys; from sparing.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+        return subprocess.run(
+            [*command, *given, *more], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+
+    found = run("--json", "first.json")
+    assert found.returncode == 0, found.stderr
+    first, second = json.loads((tmp_path / "first.json").read_text())["rows"]
+    assert (first["method"], second["method"]) == ("uniform_test(times=2)", "uniform_test(times=3)")
+    assert 0 < first["change"]["mean"] != second["change"]["mean"]
+    (tmp_path / "my_methods.py").write_text(OWN.replace("self.times * v", "5 * v"))
+    assert run("--json", "again.json").returncode == 0
+    edited, _ = json.loads((tmp_path / "again.json").read_text())["rows"]
+    assert edited["change"]["mean"] != first["change"]["mean"], "what was kept is of the code before"
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "broken_module_of_mine.py").write_text("import no_such_package")
+    for name, said in (
+        ("no_such_module", "there is no such module in the current folder or on Python's path"),
+        ("broken_module_of_mine", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ):
+        assert main(["compare", "--import", name]) == 2
+        assert capsys.readouterr().err == f"sparing compare: --import {name}: {said}\n"
+
+
+def test_old_names_say_the_new_ones():
+    for name in ("measure", "planning", "presets", "split_specs", "training"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}' any more; use sparing"):
+            getattr(sparing, name)
+    with pytest.raises(TypeError, match=r"sparing\.list_methods\(\) lists them"):
+        sparing.methods()
+    assert sparing.method("yoso(hashes=4)").hashes == 4

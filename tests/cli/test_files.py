@@ -73,8 +73,7 @@ DATA = ["compare", "./m", "--data", "mine.txt"]
         (["compare", "--data", "found.json", "soft", "--json", "hard"], "--json=hard", "soft", "--data"),
         (["compare", "m", "--json", "m/config.json"], "--json=m/config.json", "m/config.json", "model"),
         (["compare", "./loop/m", "--html", "weights"], "--html=weights", "loop/m/model.safetensors", "model"),
-        (["plan", "m", "-o", "hard.json"], "--output=hard.json", "m/config.json", "model"),
-        (["plan", "--data", "found.json", "-o", "found.json"], "--output=found.json", "found.json", "--data"),
+        (["plan", "--data", "recipe.json", "--out", "loop"], "--out=loop/recipe.json", "recipe.json", "--data"),
         (["show", "found.json", "--html", "./found.json"], "--html=found.json", "found.json", "file"),
         (["train", "--config", "found.json", "--out", "run", "--data", "run/log.csv"], "--out=run/log.csv", "run/log.csv", "--data"),
         (["train", "causal", "--data", "run/config.json", "--out", "run"], "--out=run/config.json", "run/config.json", "--data"),
@@ -116,6 +115,7 @@ def test_two_outputs_are_two_files(here, arguments, said, capsys):
     [
         (["study", "value-aware-example", "--data", ".", "--out", "sub/.."], "--data"),
         (["train", "causal", "--data", "loop", "--out", "."], "--data"),
+        (["plan", "m", "--out", "loop/m"], "model"),
         (["train", "glue", "--pretrained", "loop/m", "--out", "m"], "--pretrained"),
     ],
 )

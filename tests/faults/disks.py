@@ -83,7 +83,7 @@ class Disks(Kills):
             (disk / name).write_bytes(BEFORE)
 
     def _on_disk(self, folder: Path, **options: int) -> Ended:
-        moved = {name: f"disk/{name}" for name in ("found.json", "found.html", "recipe.json", "out", "run")}
+        moved = {name: f"disk/{name}" for name in ("found.json", "found.html", "planned", "out", "run")}
         given = [moved.get(word, word) for word in self.scenario.arguments if word not in ("--cache", KEPT)]
         self.counts["runs"] += 1
         return self.server.run(

@@ -99,8 +99,8 @@ SCENARIOS = (
     Scenario(
         "plan",
         ("plan", "decoder", "--data", "texts.txt", "--methods", "window(size=2),window(size=16)", "--tolerance", "0.3",
-         "--coverage", "0.8", "--confidence", "0.8", "--jobs", "1", "--cache", KEPT, "-o", "recipe.json"),
-        ("recipe.json",), _bytes("recipe.json"), _kept,
+         "--coverage", "0.8", "--confidence", "0.8", "--jobs", "1", "--cache", KEPT, "--out", "planned"),
+        ("planned/recipe.json", "planned/plan.json"), _bytes("planned/recipe.json"), _kept,
     ),
     Scenario(
         "study", ("study", "value-aware-example", "--cache", KEPT, "--out", "out"),

@@ -153,7 +153,7 @@ def test_a_comparison_reads_both_texts_of_a_classifiers_pair():
     assert plain[0]["change"] != typed[0]["change"]
     other = replace(found, types=tuple(1 - kinds for kinds in found.types))
     assert found.fingerprint != other.fingerprint, "kept results are of these token types"
-    quick = {"methods": ["window(size=2)"], "rounds": 1, "jobs": 1, "lengths": False, "batch": 1}
+    quick = {"methods": ["window(size=2)"], "rounds": 1, "jobs": 1, "lengths": False, "batch_size": 1}
     assert "accuracy" in compare(subject, given, metric="accuracy", **quick).rows[0].end
 
 

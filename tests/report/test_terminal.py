@@ -69,7 +69,7 @@ def test_a_recipe_shows_hostile_text_as_text(tmp_path, capsys):
     "arguments",
     [
         ["show", "{0}.json"], ["show", "good.json", "--html", "/no/{0}"], ["compare", "/{0}"],
-        ["compare", "--data", "{0}.txt"], ["plan", "-o", "{0}"], ["train", "--config", "{0}"], ["study", "{0}"],
+        ["compare", "--data", "{0}.txt"], ["plan", "--data", "{0}.txt"], ["train", "--config", "{0}"], ["study", "{0}"],
         ["bench", "--methods", "{0}"], ["bench", "--lengths", "{0}"],
     ],
 )  # fmt: skip

@@ -439,7 +439,19 @@ def test_an_implementation_that_fails_does_not_stop_the_others(monkeypatch):
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     folder = tmp_path / "out"
-    words = ["--lengths", "16,32", "64", "--heads", "2", "--width", "8", "--threads", "1", "--no-backward", "--methods"]
+    words = [
+        "--lengths",
+        "16,32",
+        "64",
+        "--heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--threads",
+        "1",
+        "--no-backward",
+        "--methods",
+    ]
     assert main(["bench", *words, "window(size=4)", "--out", str(folder)]) == 0
     caught = capsys.readouterr()
     found = read_json(folder / "bench.json")
@@ -451,7 +463,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
 def test_without_matplotlib_it_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    words = ["--lengths", "8", "--heads", "1", "--width", "4", "--threads", "1", "--no-backward", "--methods"]
+    words = ["--lengths", "8", "--heads", "1", "--head-dim", "4", "--threads", "1", "--no-backward", "--methods"]
     assert main(["bench", *words, "window(size=4)", "--out", str(tmp_path)]) == 0
     assert "pip install 'sparing[bench]'" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["bench.json"]
@@ -467,8 +479,8 @@ def test_without_matplotlib_it_says_so_and_goes_on(tmp_path, capsys, monkeypatch
         (["--lengths", "1"], "lengths=1 must be from 2"),
         (["--lengths", ","], "lengths is empty"),
         (["--heads", "0"], "heads=0"),
-        (["--width", "-3"], "width=-3"),
-        (["--batch", "0"], "batch=0"),
+        (["--head-dim", "-3"], "--head-dim=-3"),
+        (["--batch-size", "0"], "--batch-size=0"),
         (["--threads", "0"], "threads=0"),
         (["--seconds", "0"], "seconds=0"),
         (["--seconds", "nan"], "seconds=nan"),

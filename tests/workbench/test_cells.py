@@ -113,7 +113,9 @@ def test_a_kept_result_of_another_shape_is_measured_again(command, other, tmp_pa
 
     def run(cache):
         if command == "compare":
-            return compare(subject(), TEXTS[:3], methods=["window(size=4)"], length=30, jobs=1, cache=cache, batch=1)
+            return compare(
+                subject(), TEXTS[:3], methods=["window(size=4)"], length=30, jobs=1, cache=cache, batch_size=1
+            )
         options = {"tolerance": 0.5, "coverage": 0.3, "confidence": 0.5, "length": 30, "jobs": 1}
         return plan(subject(), TEXTS, methods=["window(size=4)"], cache=cache, **options)
 

@@ -9,7 +9,7 @@ from sparing.workbench.workers import cluster
 from tests.support.small_models import TEXTS, subject
 
 METHODS = ["window(size=4)", "yoso(hashes=4)"]
-OPTIONS = {"methods": METHODS, "length": 60, "rounds": 1, "lengths": False, "batch": 1}
+OPTIONS = {"methods": METHODS, "length": 60, "rounds": 1, "lengths": False, "batch_size": 1}
 
 
 def numbers(found):

@@ -327,7 +327,7 @@ def test_language_models_load_from_a_folder(name, tmp_path):
 def test_a_classifier_that_cannot_tell_padding_runs_documents_alone():
     one = classifier(3)
     one.model.config.pad_token_id = None
-    found = run(one, methods=["window(size=4)"], batch=4)
+    found = run(one, methods=["window(size=4)"], batch_size=4)
     assert found.batch == 1
     assert found.rows[0].time.batched is None
 
@@ -411,7 +411,7 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
         ({"jobs": 0}, "jobs=0 must be at least 1"),
         ({"length": 1}, "length=1 must be at least 2"),
         ({"length": 9999}, "length=9999 is more than the 512 positions of the model; shorten it, or repeat"),
-        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"documents": 0}, "documents=0 must be at least 1"),
         ({"methods": []}, "methods is empty"),
         ({"methods": "window(size=8)"}, "must be a list, not one string"),

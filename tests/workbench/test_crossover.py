@@ -94,7 +94,7 @@ def test_a_comparison_holds_the_races(monkeypatch):
 
     monkeypatch.setattr(sweep, "race_at", fake)
     methods = ["window(size=4)", "top_keys(keys=4)", "exact"]
-    found = compare(subject(), TEXTS, methods=methods, length=60, rounds=1, jobs=1, batch=2)
+    found = compare(subject(), TEXTS, methods=methods, length=60, rounds=1, jobs=1, batch_size=2)
     assert asked == [(["window(size=4)"], length) for length in (256, 512, 1024, 2048)], "until a round takes too long"
     window, oracle, exact = found.rows
     assert [point.length for point in window.points] == [256, 512, 1024, 2048]
@@ -173,7 +173,7 @@ def test_the_most_fragile_heads():
 
 
 def test_a_head_that_the_user_names_is_drawn_too():
-    options = {"methods": ["window(size=4)"], "length": 60, "rounds": 1, "jobs": 1, "lengths": False, "batch": 1}
+    options = {"methods": ["window(size=4)"], "length": 60, "rounds": 1, "jobs": 1, "lengths": False, "batch_size": 1}
     found = compare(subject(), TEXTS, head=(1, 3), **options)
     heads = [(each.number, each.head) for each in found.maps if each.method == "exact"]
     assert (1, 3) in heads

@@ -22,7 +22,7 @@ from sparing.workbench.metrics import (
 )
 from tests.support.small_models import TEXTS, classifier, subject
 
-QUICK = {"methods": ["window(size=2)"], "length": 60, "rounds": 1, "jobs": 1, "lengths": False, "batch": 1}
+QUICK = {"methods": ["window(size=2)"], "length": 60, "rounds": 1, "jobs": 1, "lengths": False, "batch_size": 1}
 
 
 LABELLED = Documents("labelled", tuple(TEXTS), (0, 1, 0, 1, 0))

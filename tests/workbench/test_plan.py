@@ -370,7 +370,7 @@ def lines(tmp_path):
 def test_the_command_writes_a_recipe(times, lines, capsys, tmp_path):
     times["calls"] = {"window(size=4, sinks=1)": 2.0}
     file, cache = tmp_path / "recipe.json", tmp_path / "cache"
-    given = ["plan", *lines, "--methods", "window(size=4, sinks=1)", "--tolerance", "0.5", "-o", str(file)]
+    given = ["plan", *lines, "--methods", "window(size=4, sinks=1)", "--tolerance", "0.5", "--out", str(tmp_path)]
     assert main([*given, "--cache", str(cache)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -384,20 +384,22 @@ def test_the_command_writes_a_recipe(times, lines, capsys, tmp_path):
         "1.60x (1.60 to 1.60): time of the exact model / with the recipe",
         "encoder.layer.0-5.attention.self",
         "window(size=4, sinks=1)",
-        f'wrote {file}; turn it on: sparing.approximate(model, "{file}")',
+        f'wrote {file}, {tmp_path / "plan.json"}; turn it on: sparing.approximate(model, "{file}")',
     ):
         assert word in " ".join(out.split()), f"{word!r} is missing in\n{out}"
     assert len(sparing.Recipe.load(file).layers) == 6
     assert len(list(cache.iterdir())) > 20
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == out.splitlines()[:-1], "the same from the file"
 
 
 def test_the_command_writes_the_empty_recipe_too(times, lines, capsys, tmp_path):
     times["calls"] = {"window(size=4, sinks=1)": 0.5}
     file = tmp_path / "recipe.json"
-    assert main(["plan", *lines, "--methods", "window(size=4, sinks=1)", "-o", str(file), "--no-cache"]) == 0
+    assert main(["plan", *lines, "--methods", "window(size=4, sinks=1)", "--out", str(tmp_path), "--no-cache"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Keep exact attention: no candidate's attention is faster")
-    assert f"wrote {file}; it leaves every layer exact" in out
+    assert f"wrote {file}, {tmp_path / 'plan.json'}; it leaves every layer exact" in out
     assert sparing.Recipe.load(file).layers == {}
     assert main(["show", str(file)]) == 0
     assert "Keep exact attention" in capsys.readouterr().out
@@ -421,8 +423,8 @@ def test_the_command_writes_the_empty_recipe_too(times, lines, capsys, tmp_path)
         (["--rounds", "0"], "rounds=0 must be at least 1"),
         (["--length", "4096"], "length=4096 is more than the 512 positions"),
         (["--data", "none.txt"], "there is no file none.txt"),
-        (["-o", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
-        (["-o", "/tmp"], "--output=/tmp cannot be written"),
+        (["--out", "/proc/none"], "--out=/proc/none cannot be written to"),
+        (["--out", __file__], "is a file; name a folder"),
         (["/no/such/model"], "there is no folder /no/such/model"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparing.cli.files import writes
+from sparing.cli.options import add_methods, renamed
 
 _FILES = ("bench.json", "bench.png")
 
@@ -15,37 +16,41 @@ _FILES = ("bench.json", "bench.png")
 def add(commands: Any) -> None:
     """Declare the options."""
     parser = commands.add_parser(
-        "bench", help="time and memory of every method over the length, against SDPA and public implementations"
-    )
+        "bench", help="time attention calls of every method at growing lengths, against SDPA",
+        description="Measure time and peak memory of attention calls at growing lengths, against PyTorch's SDPA and "
+        "public implementations.",
+    )  # fmt: skip
     parser.set_defaults(run=run)
+    add_methods(parser, "those that have a target speed")
     parser.add_argument(
-        "--methods", help="comma-separated specs, such as 'window(size=256),yoso'; default: those with targets"
+        "--lengths", nargs="+", metavar="N", help="sequence lengths (default: powers of two from 512 to 65536)"
     )
+    parser.add_argument("--heads", type=int, default=12, metavar="N", help="number of heads (default: 12)")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="dimension of a head (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="batch size (default: 1)")
+    renamed(parser, "--width", new="--head-dim")
+    renamed(parser, "--batch", new="--batch-size")
+    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (default: as torch chooses)")
     parser.add_argument(
-        "--lengths", nargs="+", metavar="N", help="tokens; default: the powers of two from 512 to 65536"
-    )
-    parser.add_argument("--heads", type=int, default=12, help="(default: 12)")
-    parser.add_argument("--width", type=int, default=64, help="entries of a head (default: 64)")
-    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--threads", type=int, help="default: those of torch, one per core")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0,
-        help="leave out what takes longer than this for two calls at one length (default: 60)",
+        "--seconds", type=float, default=60.0, metavar="X",
+        help="skip a method at lengths where two calls take longer than X seconds (default: 60)",
     )  # fmt: skip
     parser.add_argument(
-        "--backward", action=argparse.BooleanOptionalAction, default=True, help="time gradients too (default: yes)"
-    )
+        "--backward", action=argparse.BooleanOptionalAction, default=True,
+        help="also time the backward pass (default: yes)",
+    )  # fmt: skip
     parser.add_argument(
-        "--peers", action="store_true", help="race installed public implementations too: pip install 'sparing[peers]'"
-    )
+        "--peers", action="store_true",
+        help="also time public implementations that are installed; pip install 'sparing[peers]' installs them",
+    )  # fmt: skip
     writes(
-        parser, "--out", default="out", names=lambda options: _FILES,
-        help=f"folder for {' and '.join(_FILES)} (default: out)",
+        parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,
+        help=f"write {' and '.join(_FILES)} to FOLDER (default: out)",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Race, print, write."""
+    """Measure, print and write."""
     import torch
 
     from sparing.spec import split_specs
@@ -61,9 +66,12 @@ def run(options: argparse.Namespace) -> int:
     from sparing.report.bench import show
     from sparing.report.bench_files import write
 
+    for name in ("heads", "head_dim", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1")
     settings = BenchSettings(
         methods=METHODS if options.methods is None else tuple(split_specs(options.methods)),
-        heads=options.heads, width=options.width, batch=options.batch, seconds=options.seconds,
+        heads=options.heads, width=options.head_dim, batch=options.batch_size, seconds=options.seconds,
         threads=torch.get_num_threads() if options.threads is None else options.threads,
         backward=options.backward, peers=options.peers,
         **({"lengths": _numbers(options.lengths)} if options.lengths else {}),
@@ -82,9 +90,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _numbers(words: Sequence[str]) -> tuple[int, ...]:
-    """The integers of words such as "512,1024" and "4096"."""
+    """Return the integers of words such as "512,1024" and "4096"."""
     parts = [part for word in words for part in word.split(",") if part]
     try:
         return tuple(int(part) for part in parts)
     except ValueError:
-        raise ValueError(f"--lengths={' '.join(words)!r} must be whole numbers, such as 512 1024 4096") from None
+        raise ValueError(f"--lengths={' '.join(words)!r} must be integers, such as 512 1024 4096") from None

@@ -7,12 +7,14 @@ from typing import Any
 
 from sparing.cli.files import writes
 from sparing.cli.options import (
+    COMPARE_FILES,
     add_subject,
     cache_of,
     console_of,
     documents_of,
     needs_cli,
     progress_bar,
+    renamed,
     show_comparison,
 )
 
@@ -22,48 +24,65 @@ BACKENDS = ("loky", "dask", "ray")
 def add(commands: Any) -> None:
     """Declare the options."""
     parser = commands.add_parser(
-        "compare", help="every method in your model, on your documents: how wrong, how fast, is it safe?"
-    )
+        "compare", help="measure how wrong and how fast each method is in your model, on your documents",
+        description="Measure every method in all attention layers of a model: the change at the end of the model, the "
+        "error of each layer, the time, and a verdict.",
+    )  # fmt: skip
     parser.set_defaults(run=run)
     add_subject(parser)
     parser.add_argument(
-        "--pair", metavar="COLUMN", help="of a second text, that an encoder compares or a classifier also reads"
-    )
-    parser.add_argument("--label", metavar="COLUMN", help="of labels, in tables: adds scores against them")
-    parser.add_argument("--documents", type=int, help="how many, the first ones (default: 8)")
-    parser.add_argument("--seeds", type=int, default=2, help="of methods that draw random numbers (default: 2)")
+        "--pair", metavar="COLUMN",
+        help="column of a second text: an encoder compares the two, a classifier reads both as one",
+    )  # fmt: skip
+    parser.add_argument("--label", metavar="COLUMN", help="column of labels: adds scores against them")
+    parser.add_argument("--documents", type=int, metavar="N", help="use the first N documents (default: 8)")
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, help="of the change at the end of the model (default: 0.01)"
+        "--seeds", type=int, default=2, metavar="N", help="number of random seeds for stochastic methods (default: 2)"
     )
     parser.add_argument(
-        "--metric",
-        help="what the change is. Encoders: cosine, neighbours, accuracy; language models: perplexity, agreement; "
-        "classifiers: probability, agreement, accuracy, f1, matthews, pearson, spearman; default: the first",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of the timings (default: 5)")
+        "--tolerance", type=float, default=0.01, metavar="X",
+        help="largest change at the end of the model that counts as safe (default: 0.01)",
+    )  # fmt: skip
     parser.add_argument(
-        "--batch", type=int, help="documents in a padded batch whose time is taken, too; default: 4, language models 1"
-    )
+        "--metric", metavar="NAME",
+        help="how the change is measured. Encoders: cosine, neighbours, accuracy. Language models: perplexity, "
+        "agreement. Classifiers: probability, agreement, accuracy, f1, matthews, pearson, spearman. Default: the first",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="number of timed rounds (default: 5)")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N",
+        help="also time a padded batch of N documents (default: 4; language models: 1, no batch)",
+    )  # fmt: skip
+    renamed(parser, "--batch", new="--batch-size")
     parser.add_argument(
         "--lengths", action=argparse.BooleanOptionalAction, default=True,
-        help="race attention calls at growing lengths, for the crossover (default: yes)",
+        help="time attention calls at growing lengths, for the length from which a method is faster (default: yes)",
     )  # fmt: skip
-    parser.add_argument("--head", metavar="LAYER.HEAD", help="to draw in the page beside the most fragile heads")
-    parser.add_argument("--jobs", type=int, help="processes that measure errors; default: one for each core")
-    parser.add_argument("--layers", action="store_true", help="errors layer by layer too, and how good error bars are")
+    parser.add_argument(
+        "--head", metavar="LAYER.HEAD", help="also draw this head on the page, beside the most fragile ones"
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of processes that measure errors (default: one per core)"
+    )
+    parser.add_argument("--layers", action="store_true", help="also print the errors of each layer")
     parser.add_argument(
         "--backend", choices=BACKENDS, default="loky",
-        help="who measures errors: processes of this machine (loky), or a Dask or Ray cluster (default: loky)",
+        help="where errors are measured: processes of this machine (loky), a Dask or a Ray cluster (default: loky)",
     )  # fmt: skip
     parser.add_argument(
-        "--cluster", metavar="ADDRESS", help="of the Dask scheduler or Ray head; default: workers on this machine"
-    )
-    writes(parser, "--json", metavar="FILE", help="write everything there")
-    writes(parser, "--html", metavar="FILE", help="write a page to read, which needs no network")
+        "--cluster", metavar="ADDRESS",
+        help="address of the Dask scheduler or Ray head (default: start workers on this machine)",
+    )  # fmt: skip
+    writes(
+        parser, "--out", metavar="FOLDER", names=lambda options: COMPARE_FILES,
+        help=f"write {' and '.join(COMPARE_FILES)} to FOLDER (default: print only)",
+    )  # fmt: skip
+    writes(parser, "--json", metavar="FILE", help="write the result to a JSON file of this name")
+    writes(parser, "--html", metavar="FILE", help="write a page that needs no network to a file of this name")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print, write."""
+    """Compare, print and write."""
     with needs_cli():
         import rich  # noqa: F401
     from sparing.spec import split_specs
@@ -77,8 +96,9 @@ def run(options: argparse.Namespace) -> int:
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
             seeds=options.seeds, tolerance=options.tolerance, metric=options.metric, rounds=options.rounds,
-            batch=options.batch, lengths=options.lengths, head=head, extend_positions=options.extend_positions,
-            jobs=options.jobs, backend=backend, cache=cache_of(options), progress=progress,
+            batch_size=options.batch_size, lengths=options.lengths, head=head,
+            extend_positions=options.extend_positions, jobs=options.jobs, backend=backend, cache=cache_of(options),
+            progress=progress,
         )  # fmt: skip
     show_comparison(found, options, console=console_of())
     return 0

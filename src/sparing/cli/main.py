@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 from sparing.cli import bench, compare, methods, plan, show
 from sparing.cli.files import check_files
+from sparing.cli.options import import_modules
 from sparing.report.printable import one_line
 from sparing.store import StoreWarning
 from sparing.version import __version__
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argparse repeats words that it does not know; a pattern of the shell may have put names of files there."""
+    """Escapes the words that argparse repeats in an error: a shell pattern may have put names of files there."""
 
     def error(self, message: str) -> NoReturn:
         super().error(one_line(message))
@@ -31,7 +32,7 @@ _OLD_COMMANDS = {"report": "this command is now: sparing show {}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one sub-command; errors of the user print one line and give status 2."""
+    """Parse the command line and run one command. An error prints one line and returns status 2."""
     with _replacing(sys.stdout), _replacing(sys.stderr):
         words = sys.argv[1:] if arguments is None else list(arguments)
         if words and words[0] in _OLD_COMMANDS:
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     try:
         check_files(options)
+        import_modules(options)
         return options.run(options)
     except Exception as error:
         if options.debug:
@@ -73,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         _add(entry, commands)
     for each in commands.choices.values():
-        each.add_argument("--debug", action="store_true", help="show where an error came from")
+        each.add_argument("--debug", action="store_true", help="print the traceback of an error")
     return found
 
 
@@ -107,7 +109,7 @@ def _replacing(stream: Any) -> Iterator[None]:
 
 @contextmanager
 def _one_line_warnings(command: str) -> Iterator[None]:
-    """Print what befalls kept results in one line on standard error, each time that it is told."""
+    """Print every warning about kept results in one line on standard error."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", StoreWarning)
         usual: Callable[..., None] = warnings.showwarning

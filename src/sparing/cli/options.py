@@ -1,14 +1,16 @@
-"""What several commands need."""
+"""Options and output that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparing.cli.files import reads
 
@@ -18,42 +20,95 @@ if TYPE_CHECKING:
     from sparing.store import Store
     from sparing.workbench.comparison.verdict import Comparison
 
+COMPARE_FILES = ("compare.json", "compare.html")  #: in the folder that --out names
+_OUTPUTS = ("out", "json", "html")
+
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
-    """Declare what every measurement of a model takes: the model, documents, methods, and where results are kept."""
+    """Declare the options of every measurement of a model: the model, its documents, methods, and the cache."""
     reads(
         parser, "model", nargs="?", default="minilm",
-        help="a folder, a name on the hub, or a preset: minilm (default) or smollm2",
+        help="local folder, name on the Hugging Face hub, or preset: minilm (default), smollm2",
     )  # fmt: skip
     reads(
         parser, "--data", nargs="+", metavar="FILE",
-        help="plain text with one document per line, .jsonl, .csv, .tsv (each also as .xz or .gz), .parquet, or - for "
-        "standard input; default: Python's help topics",
+        help="documents: plain text with one per line, .jsonl, .csv, .tsv (each also as .xz or .gz), .parquet, or - "
+        "for standard input (default: Python's help topics)",
     )  # fmt: skip
-    parser.add_argument("--column", help="of the text, in tables (default: text)")
-    parser.add_argument("--whole", action="store_true", help="a plain text file is one document")
+    parser.add_argument("--column", metavar="NAME", help="column of a table that holds the text (default: text)")
+    parser.add_argument("--whole", action="store_true", help="read each plain text file as one document")
+    add_methods(parser, "every training-free method, with a few budgets")
     parser.add_argument(
-        "--methods",
-        help="comma-separated specs, such as 'window(size=64),nystrom'; default: every training-free method",
+        "--length", type=int, metavar="N", help="cut documents to N tokens (default: 512; language models: 1024)"
     )
-    parser.add_argument("--length", type=int, help="tokens per document at most; default: 512, language models 1024")
     parser.add_argument(
-        "--extend-positions", action="store_true", help="repeat learned positions where --length is more than they are"
-    )
+        "--extend-positions", action="store_true",
+        help="repeat learned position embeddings if the model has fewer than --length",
+    )  # fmt: skip
     add_cache(parser)
 
 
-def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Declare where results are kept."""
+def add_methods(parser: argparse.ArgumentParser, default: str) -> None:
+    """Declare the options that name methods, the user's own among them."""
     parser.add_argument(
-        "--cache", metavar="FOLDER", help="where results are kept; default: sparing in the user's cache"
-    )
-    parser.add_argument("--no-cache", action="store_true", help="measure everything anew, and keep nothing")
+        "--methods", metavar="SPECS",
+        help=f"comma-separated methods with settings, such as 'window(size=64),nystrom' (default: {default})",
+    )  # fmt: skip
+    add_import(parser)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that imports methods of the user's own."""
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="import a Python module that defines methods, from the current folder or Python's path; repeatable",
+    )  # fmt: skip
+
+
+def import_modules(options: argparse.Namespace) -> None:
+    """Import what --import names; an error names the option and the module."""
+    names = getattr(options, "imports", ())
+    if names and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:  # code of the user's
+            missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            why = (
+                "there is no such module in the current folder or on Python's path"
+                if missing
+                else f"{type(error).__name__}: {error}"
+            )
+            raise ValueError(f"--import {name}: {why}") from error
+
+
+class _Renamed(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, new: str) -> None:
+        super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self.new = new
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        parser.error(f"{option} is now {self.new}")
+
+
+def renamed(parser: argparse.ArgumentParser, *old: str, new: str) -> None:
+    """Refuse old names of an option with an error that says the new one."""
+    parser.add_argument(*old, action=_Renamed, new=new)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Declare where measurements are kept."""
+    parser.add_argument(
+        "--cache", metavar="FOLDER",
+        help="keep each measurement in FOLDER, so that a stopped run resumes (default: sparing in the user's cache)",
+    )  # fmt: skip
+    parser.add_argument("--no-cache", action="store_true", help="measure everything again, and keep nothing")
 
 
 @contextmanager
 def needs_cli() -> Iterator[None]:
-    """Around imports that the extra installs."""
+    """Name the extra that installs a module which cannot be imported."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -61,7 +116,7 @@ def needs_cli() -> Iterator[None]:
 
 
 def console_of(*, stderr: bool = False) -> Terminal:
-    """At least 100 columns wide: a number that is cut off is worse than a line that wraps."""
+    """Return a console of at least 100 columns: a number that is cut off is worse than a line that wraps."""
     with needs_cli():
         from sparing.report.terminal import Terminal
     return Terminal(width=max(100, Terminal().width), stderr=stderr)
@@ -69,7 +124,7 @@ def console_of(*, stderr: bool = False) -> Terminal:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar with the time left on standard error, where that is a terminal; nothing of transformers beside it."""
+    """Show a progress bar on standard error if that is a terminal, and silence those of transformers."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # processes inherit this
     with needs_cli():
         from rich.progress import TimeElapsedColumn, TimeRemainingColumn
@@ -85,7 +140,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def documents_of(options: argparse.Namespace) -> Documents | None:
-    """What --data names; None for the usual texts."""
+    """Return the documents that --data names, or None for the default ones."""
     from sparing import documents
 
     if options.data:
@@ -93,23 +148,29 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
         return documents.read(options.data, column=options.column, label=label, pair=pair, whole=options.whole)
     for name in ("column", "label", "pair", "whole"):
         if getattr(options, name, None):
-            raise ValueError(f"--{name} belongs to files: name one with --data")
+            raise ValueError(f"--{name} is for files: name one with --data")
     return None
 
 
 def show_comparison(found: Comparison, options: argparse.Namespace, *, console: Terminal) -> None:
-    """Print a comparison, and write it where --json and --html say: both files or none."""
+    """Print a comparison, and write the files that --out, --json and --html name: all or none."""
     from sparing.report.table import show
     from sparing.store import write_files
 
-    contents: dict[Path, str | bytes] = {}
-    if getattr(options, "json", None) is not None:
-        contents[Path(options.json)] = found.to_json()
+    out, json, html = (None if (name := getattr(options, each, None)) is None else Path(name) for each in _OUTPUTS)
+    texts = [] if json is None else [json]
+    pages = [] if html is None else [html]
+    if out is not None:
+        texts.append(out / COMPARE_FILES[0])
+        pages.append(out / COMPARE_FILES[1])
+    contents: dict[Path, str | bytes] = dict.fromkeys(texts, found.to_json())
     try:
-        if options.html is not None:
+        if pages:
             from sparing.report.page import page
 
-            contents[Path(options.html)] = page(found)
+            contents |= dict.fromkeys(pages, page(found))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
         write_files(contents)
     finally:  # a full disk is no reason to hide what was measured
         show(found, layers=options.layers, console=console)
@@ -118,7 +179,7 @@ def show_comparison(found: Comparison, options: argparse.Namespace, *, console: 
 
 
 def cache_of(options: argparse.Namespace) -> Store:
-    """Return where results are kept: as the user says, or else in the user's cache, if that can be used."""
+    """Return the store that --cache and --no-cache choose; by default the user's cache, if it can be used."""
     from sparing.store import Store, StoreWarning
 
     if options.no_cache:

@@ -3,49 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from sparing.cli.files import writes
-from sparing.cli.options import add_subject, cache_of, console_of, documents_of, needs_cli, progress_bar
+from sparing.cli.options import add_subject, cache_of, console_of, documents_of, needs_cli, progress_bar, renamed
+
+_FILES = ("recipe.json", "plan.json")
 
 
 def add(commands: Any) -> None:
     """Declare the options."""
     parser = commands.add_parser(
-        "plan", help="choose what each layer runs within a tolerance, checked on held-out documents: a recipe"
-    )
+        "plan", help="choose a method for each layer within a tolerance, checked on held-out documents",
+        description="Choose what each attention layer runs, so that the model is faster (or smaller) and its output "
+        "stays within a tolerance. The result is a recipe for sparing.approximate.",
+    )  # fmt: skip
     parser.set_defaults(run=run)
     add_subject(parser)
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, help="of a document's change at the end of the model (default: 0.01)"
-    )
+        "--tolerance", type=float, default=0.01, metavar="X",
+        help="largest change of a document at the end of the model (default: 0.01)",
+    )  # fmt: skip
     parser.add_argument(
-        "--metric", help="of that change: perplexity or agreement, probability or agreement, cosine; default: the first"
+        "--metric", metavar="NAME",
+        help="how the change is measured. Encoders: cosine. Language models: perplexity, agreement. Classifiers: "
+        "probability, agreement. Default: the first",
+    )  # fmt: skip
+    parser.add_argument(
+        "--coverage", type=float, default=0.9, metavar="X",
+        help="share of documents that stay within the tolerance (default: 0.9)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--confidence", type=float, default=0.95, metavar="X", help="confidence of that promise (default: 0.95)"
     )
-    parser.add_argument("--coverage", type=float, default=0.9, help="share of documents within it (default: 0.9)")
-    parser.add_argument("--confidence", type=float, default=0.95, help="of that promise (default: 0.95)")
-    parser.add_argument("--objective", default="time", help="what to save: time or memory (default: time)")
-    parser.add_argument("--documents", type=int, help="how many, drawn at random (default: 70)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw, the split and random methods (default: 0)")
-    parser.add_argument("--rounds", type=int, default=7, help="of the timings of the model (default: 7)")
-    parser.add_argument("--jobs", type=int, help="processes that run documents; default: one for each core")
-    writes(parser, "-o", "--output", default="recipe.json", metavar="FILE", help="(default: recipe.json)")
+    parser.add_argument("--objective", default="time", metavar="NAME", help="save time or memory (default: time)")
+    parser.add_argument("--documents", type=int, metavar="N", help="draw N documents at random (default: 70)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N",
+        help="seed of the draw and split of documents, and of stochastic methods (default: 0)",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="number of timed rounds (default: 7)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of processes that run documents (default: one per core)"
+    )
+    writes(
+        parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,
+        help=f"write {' and '.join(_FILES)} to FOLDER (default: out)",
+    )  # fmt: skip
+    renamed(parser, "-o", "--output", new="--out FOLDER, which gets recipe.json")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, print, write."""
+    """Plan, print and write."""
     with needs_cli():
         from sparing.report.plan import show
     from sparing.spec import split_specs
+    from sparing.store import write_files
     from sparing.workbench.planning.plan import plan
 
     specs = None if options.methods is None else split_specs(options.methods)
-    if not options.output.endswith(".json"):
-        raise ValueError(
-            f"--output={options.output}: a recipe is a .json file; approximate() takes other names for methods"
-        )
-    target = Path(options.output)
+    recipe, figures = (Path(options.out) / name for name in _FILES)
     texts = documents_of(options)
     with progress_bar() as progress:
         found = plan(
@@ -56,9 +75,11 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     console = console_of()
     try:
-        found.recipe.save(target)
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        saved = json.dumps(found.recipe.with_checksum(), indent=2) + "\n"
+        write_files({recipe: saved, figures: found.to_json()})
     finally:  # a full disk is no reason to hide what was found
         show(found, console=console)
-    text = f'turn it on: sparing.approximate(model, "{target}")' if found.holds else "it leaves every layer exact"
-    console.print(f"wrote {target}; {text}", soft_wrap=True)
+    text = f'turn it on: sparing.approximate(model, "{recipe}")' if found.holds else "it leaves every layer exact"
+    console.print(f"wrote {recipe}, {figures}; {text}", soft_wrap=True)
     return 0

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from sparing.cli.files import reads, writes
-from sparing.cli.options import console_of, show_comparison
+from sparing.cli.options import add_import, console_of, show_comparison
 from sparing.from_json import parse, read_text
 from sparing.report.printable import one_line
 
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
     reads(parser, "file", metavar="FILE", help="comparison, plan, recipe, benchmark, study or training run")
     parser.add_argument("--layers", action="store_true", help="comparison: also print the errors of each layer")
+    add_import(parser)
     writes(parser, "--html", metavar="FILE", help="comparison: also write a page that needs no network")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparing.store import Cell, Check, Store
+from sparing.workbench import own_methods
 
 
 def measured(
@@ -25,13 +27,14 @@ def measured(
     jobs, backend: as in joblib. The workers of a cluster do the work where `backend` names one ("dask", "ray").
     done: is called for each finished cell, and told whether its result was kept from an earlier run.
     """
-    found = {number: store.get(cell, check) for number, cell in enumerate(cells)}
+    keys = [own_methods.with_code(cell) for cell in cells]
+    found = {number: store.get(key, check) for number, key in enumerate(keys)}
     for number, cell in enumerate(cells):
         if found[number] is not None:
             done(cell, True)
     missing = [number for number in range(len(cells)) if found[number] is None]
     for number, result in _results(missing, [cells[i] for i in missing], work, jobs, backend):
-        store.put(cells[number], result)
+        store.put(keys[number], result)
         found[number] = result
         done(cells[number], False)
     return [json.loads(json.dumps(found[number])) for number in range(len(cells))]
@@ -54,9 +57,13 @@ def _results(
     # The number of a cluster's workers is not ours to set.
     with parallel_config(backend=backend or "loky", n_jobs=-1 if backend in ("dask", "ray") else jobs):
         yield from Parallel(return_as="generator_unordered")(
-            delayed(_numbered)(number, work, cell) for number, cell in zip(numbers, cells, strict=True)
+            delayed(_numbered)(number, work, cell, own_methods.modules(), sys.path)
+            for number, cell in zip(numbers, cells, strict=True)
         )
 
 
-def _numbered(number: int, work: Callable[[Cell], Any], cell: Cell) -> tuple[int, Any]:
+def _numbered(
+    number: int, work: Callable[[Cell], Any], cell: Cell, modules: Sequence[str], path: Sequence[str]
+) -> tuple[int, Any]:
+    own_methods.import_modules(modules, path)
     return number, work(cell)

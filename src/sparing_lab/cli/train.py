@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparing.cli.files import check_files, reads, writes
-from sparing.cli.options import console_of, needs_cli, progress_bar
+from sparing.cli.options import add_import, console_of, needs_cli, progress_bar
 
 if TYPE_CHECKING:
     from sparing_lab.training.config import Config
@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
         parser, "--out", metavar="FOLDER", names=_files,
         help="folder for checkpoints, log, result, curve and model; a run in it is resumed (default: runs/TASK-...)",
     )  # fmt: skip
+    add_import(parser)
     kinds = {"int": int, "float": float}
     for each in fields(Config):
         if each.name != "task":

@@ -32,7 +32,7 @@ def compare(
     tolerance: float = 0.01,
     metric: str | None = None,
     rounds: int = 5,
-    batch: int | None = None,
+    batch_size: int | None = None,
     lengths: bool = True,
     head: tuple[int, int] | None = None,
     extend_positions: bool = False,
@@ -53,7 +53,7 @@ def compare(
         "agreement" for a language model; "probability", "agreement", "accuracy", "f1", "matthews",
         "pearson" or "spearman" for a classifier. None: the first.
     rounds: of the timings. seeds: of methods that draw random numbers.
-    batch: documents in a padded batch whose time is taken, too; None: 4, or 1 (no batch) for a language model.
+    batch_size: documents in a padded batch whose time is taken, too; None: 4, or 1 (no batch) for a language model.
     lengths: race the attention calls at growing lengths, for the crossover on this machine.
     head: a layer and a head to draw beside the most fragile ones.
     extend_positions: repeat learned positions where `length` is more than the model has (of a copy of the model).
@@ -68,7 +68,7 @@ def compare(
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance={tolerance} must be above 0 and below 1: a share, such as 0.01")
     workers = jobs if jobs is not None else os.cpu_count() or 1
-    positive = {"seeds": seeds, "rounds": rounds, "jobs": workers, "batch": batch, "threads": threads}
+    positive = {"seeds": seeds, "rounds": rounds, "jobs": workers, "batch_size": batch_size, "threads": threads}
     for name, number in positive.items():
         if number is not None and number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
@@ -87,7 +87,7 @@ def compare(
     refuse_metric(chosen, given)
     if head is not None:
         _refuse_head(head, subject)
-    together = min((1 if causal else 4) if batch is None else batch, len(given.rows))
+    together = min((1 if causal else 4) if batch_size is None else batch_size, len(given.rows))
     if subject.kind == "classifier" and subject.model.config.pad_token_id is None:
         together = 1  # it could not tell padding from text
     store, here = Store.of(cache), {**machine(), **({} if threads is None else {"threads": threads})}
