@@ -219,8 +219,7 @@ def growing() -> None:
     picture.save("multipole-growing")
 
 
-#: (keys and summaries read, error) on MiniLM, from `sparing compare` and, for what is read,
-#: `python -m sparing.workbench.swap minilm --documents 2`; both with `--methods` and the specs below.
+#: (keys and summaries read, error) on MiniLM, from `sparing compare --documents 2 --methods` with the specs below.
 MINILM = {
     "multipole(clusters, keys, window=16)": [
         (44, 0.2824), (78, 0.1283), (109, 0.0738), (148, 0.0430), (222, 0.0196),

@@ -374,7 +374,7 @@ def test_the_command_writes_a_recipe(times, lines, capsys, tmp_path):
     assert main([*given, "--cache", str(cache)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert max(map(len, out.splitlines())) <= 100 + len(str(file)) * 2
+    assert max(map(len, out.splitlines())) <= 100 + len(str(file)) * 3
     assert max(map(len, out.splitlines()[:-1])) <= 100
     for word in (
         "Approximate 6 of 6 attention layers: all 9 held-out documents stay within 50.00%",

@@ -59,6 +59,10 @@ def add(commands: Any) -> None:
         help="time attention calls at growing lengths, for the length from which a method is faster (default: yes)",
     )  # fmt: skip
     parser.add_argument(
+        "--contexts", type=int, nargs="+", default=(), metavar="N",
+        help="language models: also measure generation after N tokens, on --documents passages (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
         "--head", metavar="LAYER.HEAD", help="also draw this head on the page, beside the most fragile ones"
     )
     parser.add_argument(
@@ -96,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
             seeds=options.seeds, tolerance=options.tolerance, metric=options.metric, rounds=options.rounds,
-            batch_size=options.batch_size, lengths=options.lengths, head=head,
+            batch_size=options.batch_size, lengths=options.lengths, contexts=options.contexts, head=head,
             extend_positions=options.extend_positions, jobs=options.jobs, backend=backend, cache=cache_of(options),
             progress=progress,
         )  # fmt: skip

@@ -9,7 +9,14 @@ from typing import Any
 
 from sparing.report.numbers import finite
 from sparing.report.page_charts import charts, left_out
-from sparing.report.page_table import exact_memory, exact_scores, full_table, heat_map
+from sparing.report.page_table import (
+    GENERATION,
+    exact_memory,
+    exact_scores,
+    full_table,
+    generation_cells,
+    heat_map,
+)
 from sparing.report.printable import printable
 from sparing.workbench.comparison.verdict import FASTER, SLOWER, Comparison, Row
 
@@ -46,7 +53,9 @@ def page(found: Comparison) -> str:
     )
     return environment.get_template("page.html").render(
         found=found, charts=drawn, left_out=left_out(found), titles=titles, rows=rows, layers=layers, heat=heat,
-        winner=winner, chosen=chosen, code=None if chosen is None else code(chosen, found.kind),
+        generation=[generation_cells(row) for row in found.generation if row.costs is not None],
+        generation_titles=GENERATION, winner=winner, chosen=chosen,
+        code=None if chosen is None else code(chosen, found.kind),
         exact_memory=exact_memory(found), exact_scores=exact_scores(found),
         style=Markup(_static("page.css")), plotly=Markup(_inside_script(library)),
         script=Markup(_inside_script("\n".join(_static(f"{name}.js") for name in _SCRIPTS))),

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from sparing.report.numbers import error, finite, megabytes, percent, ratio
+from sparing.workbench.comparison.generation import GenerationRow
 from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
@@ -44,6 +45,30 @@ def heat_map(found: Comparison) -> tuple[list[str], list[tuple[Row, list[Heat]]]
     rows = [row for row in found.rows if row.layers]
     names = list(dict.fromkeys(layer.layer for row in rows for layer in row.layers))
     return names, [(row, [_heat(row, name, i) for i, name in enumerate(names)]) for row in rows]
+
+
+GENERATION = (
+    "method", "context", "passage", "seed", "attention speed", "token speed", "perplexity", "exact", "change",
+    "keys read",
+)  # fmt: skip
+
+
+def generation_cells(row: GenerationRow) -> list[Cell]:
+    """Return the cells of a row of generation, in the order of `GENERATION`."""
+    first = [Cell(row.method, row.method), *(Cell(str(x), x) for x in (row.context, row.passage, row.seed))]
+    costs = row.costs
+    if costs is None:
+        return [*first, *[Cell()] * (len(GENERATION) - len(first))]
+    read = None if costs.keys_read is None else costs.keys_read * row.context
+    return [
+        *first, _number(costs.attention_speed, ratio), _number(costs.token_speed, ratio),
+        *(_number(_exp(loss), lambda value: f"{value:.3f}") for loss in (costs.loss, costs.exact_loss)),
+        _number(costs.change, percent), _number(read, "{:.0f}".format),
+    ]  # fmt: skip
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def exact_scores(found: Comparison) -> list[str]:

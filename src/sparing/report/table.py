@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from sparing.report.page_table import SCORES
+from sparing.report.page_table import SCORES, generation_cells
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.verdict import (
     FASTER,
@@ -46,6 +46,10 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
     for row in found.rows:
         if row.refused is not None:
             console.print(f"{row.method}: {row.refused}")
+    if found.generation:
+        console.print(generation_table(found))
+        for method, refused in {row.method: row.refused for row in found.generation if row.refused}.items():
+            console.print(f"{method}: {refused}")
     if layers and any(row.layers for row in found.rows):
         console.print(layer_table(found))
 
@@ -66,6 +70,26 @@ def comparison_table(found: Comparison) -> Table:
     table.add_column("verdict", no_wrap=True)
     for row in found.rows:
         table.add_row(row.method, *_numbers(row), _WORDS[row.verdict])
+    return table
+
+
+def generation_table(found: Comparison) -> Table:
+    """Return the table of generation: a row for each method, context, passage and seed."""
+    table = _table(
+        title="Generation",
+        caption="A passage is read exactly; its last tokens are then generated one by one, by the exact model and with "
+        "the method. Attention, token: time of the exact model / time with the method, above 1 is faster. Perplexity, "
+        "exact, change: of the true continuation. Keys: what a token reads.",
+    )
+    table.add_column("method", overflow="fold", max_width=38)
+    for name in ("context", "passage", "seed", "attention", "token", "perplexity", "exact", "change", "keys"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.generation:
+        if row.costs is not None:
+            table.add_row(
+                row.method,
+                *(cell.text for cell in generation_cells(row)[1:]),
+            )
     return table
 
 

@@ -84,7 +84,7 @@ def prepare(
         new = length
         subject = extended(subject, length)
     usual = 1024 if subject.kind == "language model" else 512
-    given = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
+    given = documents_of(texts)
     most = length or min(usual, limit or usual)
     pairs = types = None
     if given.pairs is not None and subject.kind == "classifier":
@@ -108,6 +108,11 @@ def prepare(
         None if pairs is None else tuple(pairs[number] for number in kept), labels, given.name, given.fingerprint,
         longer, len(rows) - len(kept) + given.empty, None if types is None else tuple(types[number] for number in kept),
     )  # fmt: skip
+
+
+def documents_of(texts: Documents | Sequence[str] | None) -> Documents:
+    """Return the user's texts as documents; None stands for the default ones."""
+    return default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
 
 
 def extended(subject: Subject, length: int) -> Subject:

@@ -14,10 +14,10 @@ from sparing import sample_text as text
 from sparing.documents import Documents
 from sparing.functional import attention
 from sparing.transformers.watch import Seen, rehearse
-from sparing.workbench.swap import cut
 from sparing_lab.figure import PAPER, Figure, legend_below, panels, style
 from sparing_lab.papers import numbers
 from sparing_lab.studies._layers import loaded, untrained
+from sparing_lab.studies._pretrained import cut
 from sparing_lab.studies.judges import Criterion, Judge, ahead
 from sparing_lab.studies.rows import Cell, Row, Rows, distinct, grouped, pick
 from sparing_lab.studies.study import Claim, Settings, Study

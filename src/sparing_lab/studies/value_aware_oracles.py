@@ -17,10 +17,10 @@ from sparing import models as subject
 from sparing.documents import Documents
 from sparing.transformers.watch import swapped
 from sparing.workbench.comparison.quality import quality
-from sparing.workbench.swap import cut, perplexity
 from sparing_lab.figure import Figure, legend_below, panels
 from sparing_lab.studies import _value_aware as oracles
 from sparing_lab.studies._layers import loaded
+from sparing_lab.studies._pretrained import cut, perplexity
 from sparing_lab.studies._value_aware import WIDTHS, WRONG, Group, buckets, family, groups, spec_of
 from sparing_lab.studies.judges import Criterion, Judge, each
 from sparing_lab.studies.rows import Cell, Row, Rows, mean, pick

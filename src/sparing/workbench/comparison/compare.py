@@ -1,4 +1,4 @@
-"""The whole question: my model, my documents, my machine; which approximation, how wrong, how fast, is it safe?"""
+"""`sparing.compare`: measure methods in a model on documents, and judge which of them is safe and faster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from sparing.documents import Documents
 from sparing.models import Subject
 from sparing.store import Store
 from sparing.transformers.find import find
+from sparing.workbench.comparison.generation import generations, refuse_contexts
 from sparing.workbench.comparison.ladder import ladder
 from sparing.workbench.comparison.sweep import Sweep
 from sparing.workbench.comparison.verdict import Comparison, row_of, summary
 from sparing.workbench.machine import machine
 from sparing.workbench.metrics import metric_of, refuse_metric
-from sparing.workbench.prepare import evaluating, prepare
+from sparing.workbench.prepare import documents_of, evaluating, prepare
 
 
 def compare(
@@ -34,6 +35,7 @@ def compare(
     rounds: int = 5,
     batch_size: int | None = None,
     lengths: bool = True,
+    contexts: Sequence[int] = (),
     head: tuple[int, int] | None = None,
     extend_positions: bool = False,
     cache: str | Path | Store | None = None,
@@ -45,21 +47,23 @@ def compare(
     """Measure methods in all layers of a Hugging Face model, on texts, on this machine.
 
     model: a preset ("minilm", "smollm2"), a folder, a name on the hub, or a model object with its `tokenizer`.
-    texts: documents; None: Python's help topics. length: tokens of a document at most; None: 512, or 1024 for a
-        language model, or what the model has positions for. documents: how many to use, the first ones; None: 8.
+    texts: documents; None: Python's help topics.
+    length: cut documents to this many tokens; None: 512, or 1024 for a language model, or the model's positions.
+    documents: number of documents to use, the first ones; None: 8.
     methods: specs; None: every training-free method that fits, with a few budgets, and the oracles.
-    tolerance: of the change at the end of the model, for the verdict; the upper end of its 95 % interval must be below.
-    metric: what the change is: "cosine", "neighbours" or, with labels, "accuracy" for an encoder; "perplexity" or
-        "agreement" for a language model; "probability", "agreement", "accuracy", "f1", "matthews",
+    tolerance: largest change at the end of the model that is safe; the upper end of its 95 % interval must be below.
+    metric: how the change is measured: "cosine", "neighbours" or, with labels, "accuracy" for an encoder; "perplexity"
+        or "agreement" for a language model; "probability", "agreement", "accuracy", "f1", "matthews",
         "pearson" or "spearman" for a classifier. None: the first.
-    rounds: of the timings. seeds: of methods that draw random numbers.
-    batch_size: documents in a padded batch whose time is taken, too; None: 4, or 1 (no batch) for a language model.
-    lengths: race the attention calls at growing lengths, for the crossover on this machine.
+    rounds: number of timed rounds. seeds: number of random seeds for stochastic methods.
+    batch_size: documents in a padded batch that is timed, too; None: 4, or 1 (no batch) for a language model.
+    lengths: time attention calls at growing lengths, for the length from which a method is faster on this machine.
+    contexts: numbers of tokens at which generation of a language model is measured, on `documents` passages (None: 1).
     head: a layer and a head to draw beside the most fragile ones.
-    extend_positions: repeat learned positions where `length` is more than the model has (of a copy of the model).
-    cache: a folder (or a `Store`) for what was measured, so that a stopped run resumes; None keeps nothing.
-    jobs, backend: of joblib, for the errors: None is one process for each core. Each works with one thread, so that the
-        numbers are the same whoever works. Times are taken afterwards, alone, with `threads` (None: as torch has it).
+    extend_positions: repeat learned positions of a copy of the model if it has fewer than `length`.
+    cache: a folder (or a `Store`) that keeps each measurement, so that a stopped run resumes; None keeps nothing.
+    jobs, backend: as in joblib, for the errors; None is one process per core. Each works with one thread, so that the
+        numbers do not depend on them. Times are measured afterwards, alone, with `threads` (None: as torch has it).
 
     >>> found = sparing.compare("minilm", methods=["window(size=8)"], length=64, documents=3, jobs=1, lengths=False)
     >>> found.rows[0].verdict
@@ -87,6 +91,7 @@ def compare(
     refuse_metric(chosen, given)
     if head is not None:
         _refuse_head(head, subject)
+    refuse_contexts(subject, contexts)
     together = min((1 if causal else 4) if batch_size is None else batch_size, len(given.rows))
     if subject.kind == "classifier" and subject.model.config.pad_token_id is None:
         together = 1  # it could not tell padding from text
@@ -98,6 +103,10 @@ def compare(
         times = sweep.seconds()
         points = sweep.points() if lengths else {}
         drawn = sweep.maps(found, head)
+        generated = generations(
+            subject, documents_of(texts).texts if contexts else (), specs, store, here, contexts=contexts,
+            count=documents or 1, seeds=seeds, progress=progress,
+        )  # fmt: skip
     table = tuple(
         row_of(spec, found[spec], times[spec], subject.kind, tolerance, chosen, given.labels, points.get(spec, ()))
         for spec in specs
@@ -105,7 +114,7 @@ def compare(
     return Comparison(
         subject.name, subject.kind, given.data, len(given.rows), given.tokens, given.longer, given.skipped,
         chosen.words, tolerance, seeds, here, together, sweep.padding, table,
-        summary(table, len(given.rows), given.tokens, tolerance, chosen.words), drawn,
+        summary(table, len(given.rows), given.tokens, tolerance, chosen.words), drawn, generated,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a comparison says: a row for each method and budget, a verdict in words, one sentence on top."""
+"""The result of a comparison: a row with a verdict for each method and budget, and a summary in one sentence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from sparing.contract import method as _method
 from sparing.from_json import build, parse
 from sparing.store import add_checksum, verify_checksum
+from sparing.workbench.comparison.generation import GenerationRow
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
 from sparing.workbench.comparison.races import RacePoint
@@ -65,6 +66,7 @@ class Comparison:
     rows: tuple[Row, ...]
     summary: str
     maps: tuple[HeadMap, ...] = ()  #: where the most fragile heads look
+    generation: tuple[GenerationRow, ...] = ()  #: of a language model, where contexts were asked for
 
     def records(self) -> list[dict[str, Any]]:
         """A flat dictionary for each row, as `pandas.DataFrame` takes them."""
@@ -111,9 +113,12 @@ class Comparison:
                 raise ValueError(f"rows[{number}] has no change or no error")
             if any(not layer.heads for layer in row.layers):
                 raise ValueError(f"rows[{number}].layers: a layer has no heads")
-        for number, each in enumerate(self.maps):
-            if not each.is_whole():
-                raise ValueError(f"maps[{number}].pixels must be base64 of side x side bytes, side={each.side}")
+        for number, each in enumerate(self.generation):
+            if (each.costs is None) == (each.refused is None):
+                raise ValueError(f"generation[{number}] must have costs, or say why it is refused")
+        for number, picture in enumerate(self.maps):
+            if not picture.is_whole():
+                raise ValueError(f"maps[{number}].pixels must be base64 of side x side bytes, side={picture.side}")
 
 
 _PARTS = ("substitution", "approximation")
