@@ -47,7 +47,7 @@ def main() -> None:
 
     here: dict[str, Any] = machine()
     say(f"{here['cpu']}, torch {here['torch']}, transformers {here['transformers']}, seed {options.seed}\n")
-    say("| what | fault | what became of it | time |\n|---|---|---|---|")
+    say("| what | fault | result | time |\n|---|---|---|---|")
     with TemporaryDirectory(prefix="faults-") as name:
         for kind in () if options.commands else KINDS:
             (folder := Path(name) / "damage" / kind.name.replace("/", " ")).mkdir(parents=True)

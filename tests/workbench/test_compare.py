@@ -32,10 +32,10 @@ from tests.support.small_models import TEXTS, Bytes, classifier, subject
 def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
     """The layers that an earlier measurement captured give the same split; the model is as before."""
     from sparing.models import minilm
-    from sparing.models.pretrained import Pretrained
+    from sparing.models.preset import Preset
 
     encoder, method = load("minilm"), sparing.method(spec)
-    ids = minilm.token_ids(Pretrained(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
+    ids = minilm.token_ids(Preset(encoder.model, encoder.tokenizer), length=128, documents=1)[0]
     before = encoder.run(ids).last_hidden_state
     found = quality(encoder, [ids], spec, seed=3)
     assert torch.equal(encoder.run(ids).last_hidden_state, before)
@@ -308,7 +308,7 @@ def test_weights_that_are_missing_are_not_drawn(tmp_path):
     assert load(str(tmp_path)).kind == "encoder"
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
-    with pytest.raises(ValueError, match=r"has no weights for classifier\.bias and others, which would be drawn"):
+    with pytest.raises(ValueError, match=r"has no weights for classifier\.bias and others, which would be initialised"):
         load(str(tmp_path))
 
 

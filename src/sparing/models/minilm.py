@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparing.models.pretrained import Pretrained
+from sparing.models.preset import Preset
 from sparing.sample_text import python_topics
 
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -29,15 +29,15 @@ def weights_folder() -> Path:
     return folder
 
 
-def load() -> Pretrained:
+def load() -> Preset:
     """Load the verified model in evaluation mode (6 layers, 12 heads x 32, 512 positions) and its tokenizer."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = weights_folder()
-    return Pretrained(AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
+    return Preset(AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
 
 
-def token_ids(pretrained: Pretrained, *, length: int = 512, documents: int = 2) -> Tensor:
+def token_ids(pretrained: Preset, *, length: int = 512, documents: int = 2) -> Tensor:
     """Return token ids [documents, length] of Python help topics, unpadded."""
     rows = []
     for text in python_topics():

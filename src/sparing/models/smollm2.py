@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparing.models.pretrained import Pretrained
+from sparing.models.preset import Preset
 from sparing.sample_text import python_topics
 
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -32,7 +32,7 @@ def weights_file() -> Path:
     return path
 
 
-def load() -> Pretrained:
+def load() -> Preset:
     """Load the verified model in float32 and evaluation mode (30 layers, 9 heads x 64 on 3, 8192 positions)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -42,10 +42,10 @@ def load() -> Pretrained:
     quiet = nullcontext() if logging.is_progress_bar_enabled() else redirect_stderr(io.StringIO())
     with quiet:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    return Pretrained(model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
+    return Preset(model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
 
-def token_ids(pretrained: Pretrained, *, length: int = 2048) -> Tensor:
+def token_ids(pretrained: Preset, *, length: int = 2048) -> Tensor:
     """Return token ids [1, length] of Python help topics, one after the other."""
     ids: list[int] = []
     for text in python_topics():

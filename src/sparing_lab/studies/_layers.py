@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparing.models import Subject, load, minilm
-from sparing.models.pretrained import Pretrained
+from sparing.models.preset import Preset
 from sparing.transformers.watch import Seen, record_calls
 
 
@@ -41,5 +41,5 @@ def encoder_layers(model: nn.Module, input_ids: Tensor) -> list[Seen]:
 def topic_layers(name: str, n: int) -> list[Seen]:
     """Return what each layer of an encoder is given for the first n tokens of a help topic."""
     found = loaded(name)
-    ids = minilm.token_ids(Pretrained(found.model, found.tokenizer), length=n, documents=1)
+    ids = minilm.token_ids(Preset(found.model, found.tokenizer), length=n, documents=1)
     return encoder_layers(found.model, ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Pretrained(NamedTuple):
+class Preset(NamedTuple):
     """A model of transformers with its tokenizer."""
 
     model: Any
