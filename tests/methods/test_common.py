@@ -7,25 +7,40 @@ import pytest
 import sparing
 from sparing import native
 from tests.support.common_checks import CHECKS
+from tests.support.common_checks.numbers import fast_equals_reference_on_every_shape_and_mask
 from tests.support.method_table import ROWS
 
 CASES = [
     pytest.param(row, name, impl, id=f"{row.spec}-{name}-{impl}")
     for row in ROWS
     for name, check in CHECKS.items()
-    if check.applies(row) and name not in row.skip
-    for impl in row.impls
-    if not (name in ("fast equals reference", "spec and cost") and impl == "reference" and len(row.impls) > 1)
+    if name not in row.skip
+    for impl in check.implementations(row)
 ]
+
+
+def by(impl):
+    """The context that a check of this implementation runs in."""
+    if impl == "native" and not native.info().loaded:
+        pytest.skip("no kernels were built on this machine")
+    return native.switched_off() if impl == "torch" else nullcontext()
 
 
 @pytest.mark.common
 @pytest.mark.parametrize(("row", "name", "impl"), CASES)
 def test_common(row, name, impl):
-    if impl == "native" and not native.info().loaded:
-        pytest.skip("no kernels were built on this machine")
-    with native.switched_off() if impl == "torch" else nullcontext():
+    with by(impl):
         CHECKS[name](row, "reference" if impl == "reference" else "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "impl"),
+    [pytest.param(row, impl, id=f"{row.spec}-{impl}") for row in ROWS for impl in row.impls[1:]],
+)
+def test_fast_equals_reference_on_every_shape_and_mask(row, impl):
+    with by(impl):
+        fast_equals_reference_on_every_shape_and_mask(row)
 
 
 def test_every_method_has_a_row():

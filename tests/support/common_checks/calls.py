@@ -207,7 +207,7 @@ def threads(row: Row, impl: str) -> None:
         close(row, "thread count", out, outs[0], 1e-6)
 
 
-@check("spec and cost")
+@check("spec and cost", on="default")
 def spec_and_cost(row: Row, impl: str) -> None:
     """str() parses back; every field has a documented meaning; the cost grows with the shape and the budget."""
     m = row.method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -53,7 +54,7 @@ def exact_at_full_budget(row: Row, impl: str) -> None:
                 close(row, f"{full} at {n_q} x {n_k}, causal={causal}", found, wanted, max(TOLERANCE[dtype], 1e-8))
 
 
-@check("budget", lambda row: bool(row.budgets))
+@check("budget", lambda row: bool(row.budgets), on="default")
 def budget(row: Row, impl: str) -> None:
     """On peaked attention the mean error falls with the budget (20 inputs, 5 seeds; fixed, hence no false alarm)."""
     levels = [sparing.method(spec) for spec in row.budgets]
@@ -70,7 +71,7 @@ def budget(row: Row, impl: str) -> None:
     assert falling, f"{row.spec}: mean errors {errors.tolist()} at {row.budgets} do not fall"
 
 
-@check("beats the mean", lambda row: row.beats_mean)
+@check("beats the mean", lambda row: row.beats_mean, on="default")
 def beats_the_mean(row: Row, impl: str) -> None:
     """On peaked attention the method is closer to softmax attention than the mean of the values is."""
     method = sparing.method(row.budgets[-1] if row.budgets else row.spec)
@@ -175,36 +176,55 @@ def range_of_numbers(row: Row, impl: str) -> None:
             assert error <= 1e-5, f"{row.spec}: {name}, causal={causal}: relative error {error:.3g} > 1e-5"
 
 
-@check("fast equals reference", lambda row: len(row.impls) > 1)
+SHAPES = (  # n_q, n_k, d
+    (1, 1, 8),
+    (7, 7, 5),
+    (33, 33, 8),
+    (100, 100, 20),
+    (65, 130, 8),
+    (130, 65, 8),
+    (257, 257, 16),
+    (40, 40, 48),
+    (33, 33, 128),
+)
+MASKS = ((False, "none"), (False, "left"), (False, "holes"), (True, "left"), (True, "holes"), (True, "none"))
+
+
+@check("fast equals reference", lambda row: len(row.impls) > 1, on="fast")
 def fast_equals_reference(row: Row, impl: str) -> None:
-    """Both paths give the same numbers and gradients from the same samples, for any shape, mask and scale."""
+    """Both paths give the same numbers and gradients from the same samples, for any shape, mask and scale.
+
+    Each shape runs with two of the masks, which change from shape to shape.
+    """
+    shapes, masks = _shapes_and_masks(row)
+    for i, shape in enumerate(shapes):
+        for mask in {masks[i % len(masks)], masks[(i + len(masks) // 2) % len(masks)]}:
+            _compare_with_reference(row, *shape, *mask)
+
+
+def fast_equals_reference_on_every_shape_and_mask(row: Row) -> None:
+    """The same with all masks on every shape."""
+    for shape, mask in product(*_shapes_and_masks(row)):
+        _compare_with_reference(row, *shape, *mask)
+
+
+def _shapes_and_masks(row: Row) -> tuple[list[tuple[int, int, int]], list[tuple[bool, str]]]:
+    """What the method can run."""
     can = row.supports
-    for n_q, n_k, d in (
-        (1, 1, 8),
-        (7, 7, 5),
-        (33, 33, 8),
-        (100, 100, 20),
-        (65, 130, 8),
-        (130, 65, 8),
-        (257, 257, 16),
-        (40, 40, 48),
-        (33, 33, 128),
-    ):
-        if n_q != n_k and not can.cross_attention:
-            continue
-        for causal in {False, can.causal}:
-            for kind in ("none", "left", "holes") if can.key_padding else ("none",):
-                x = make(row.method, n_q=n_q, n_k=n_k, d=d, e=7, dtype=torch.float64)
-                x = tracked(x) if differentiable(row) else x
-                mask = None if kind == "none" else keys_mask(padding(kind, 2, n_k))
-                outs = [
-                    run(row.method, x, impl=i, is_causal=causal, attn_mask=mask, scale=0.4)
-                    for i in ("auto", "reference")
-                ]
-                what = f"{n_q} x {n_k}, d={d}, causal={causal}, padding={kind}"
-                close(row, what, outs[0], outs[1], 1e-9)
-                if differentiable(row):
-                    weight = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(4)).double()
-                    both = (gradients(x, out, weight) for out in outs)
-                    for name, a, b in zip("qkv", *both, strict=True):
-                        close(row, f"grad_{name}, {what}", a, b, 1e-8)
+    shapes = [(n_q, n_k, d) for n_q, n_k, d in SHAPES if n_q == n_k or can.cross_attention]
+    masks = [(causal, kind) for causal, kind in MASKS if causal <= can.causal and (kind == "none" or can.key_padding)]
+    return shapes, masks
+
+
+def _compare_with_reference(row: Row, n_q: int, n_k: int, d: int, causal: bool, kind: str) -> None:
+    x = make(row.method, n_q=n_q, n_k=n_k, d=d, e=7, dtype=torch.float64)
+    x = tracked(x) if differentiable(row) else x
+    mask = None if kind == "none" else keys_mask(padding(kind, 2, n_k))
+    outs = [run(row.method, x, impl=i, is_causal=causal, attn_mask=mask, scale=0.4) for i in ("auto", "reference")]
+    what = f"{n_q} x {n_k}, d={d}, causal={causal}, padding={kind}"
+    close(row, what, outs[0], outs[1], 1e-9)
+    if differentiable(row):
+        weight = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(4)).double()
+        both = (gradients(x, out, weight) for out in outs)
+        for name, a, b in zip("qkv", *both, strict=True):
+            close(row, f"grad_{name}, {what}", a, b, 1e-8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,15 +12,41 @@ from sparing import Shape
 from tests.support.inputs import Inputs
 from tests.support.method_table import Row
 
-CHECKS: dict[str, Callable[[Row, str], None]] = {}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+#: Which implementations of a row a check runs on.
+IMPLEMENTATIONS: dict[str, Callable[[Row], tuple[str, ...]]] = {
+    "all": lambda row: row.impls,
+    "default": lambda row: ("auto",),  # what it asserts is a property of the method, whatever computes it
+    "reference": lambda row: row.impls[:1],  # "fast equals reference" asserts the same of the others
+    "fast": lambda row: row.impls[1:],
+}
 
 
-def check(name: str, applies: Callable[[Row], bool] = lambda row: True) -> Callable[..., Callable[[Row, str], None]]:
-    def add(fn: Callable[[Row, str], None]) -> Callable[[Row, str], None]:
-        fn.applies = applies  # type: ignore[attr-defined]
-        CHECKS[name] = fn
-        return fn
+@dataclass(frozen=True)
+class Check:
+    """A function of (row, impl) that raises AssertionError, and the rows and implementations that it is for."""
+
+    run: Callable[[Row, str], None]
+    applies: Callable[[Row], bool]
+    on: str
+
+    def __call__(self, row: Row, impl: str) -> None:
+        self.run(row, impl)
+
+    def implementations(self, row: Row) -> tuple[str, ...]:
+        """Return the implementations of a row to run the check on; none where it does not apply."""
+        return IMPLEMENTATIONS[self.on](row) if self.applies(row) else ()
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(name: str, applies: Callable[[Row], bool] = lambda row: True, on: str = "all") -> Callable[..., Check]:
+    """Register a check by its name."""
+
+    def add(run: Callable[[Row, str], None]) -> Check:
+        CHECKS[name] = Check(run, applies, on)
+        return CHECKS[name]
 
     return add
 
