@@ -13,7 +13,7 @@ from sparing.mask import Mask
 from sparing.methods.multipole import clusters, poles
 from sparing.methods.multipole import native as kernels
 from sparing.methods.multipole.method import Multipole, native_cluster
-from tests.support.kernel_checks import every_instruction_set, needs_kernels, no_worse, same_for_any_threads
+from tests.support.kernel_checks import Yardstick, every_instruction_set, needs_kernels, no_worse, same_for_any_threads
 
 pytestmark = needs_kernels
 
@@ -50,64 +50,67 @@ SPECS = [
     "multipole(clusters=9, keys=40, tolerance=0.02, cap=8.0, chunk=32)",
     "multipole(clusters=20, keys=1000, window=0, sinks=0, select=mass, tolerance=0.01, chunk=64)",
 ]
+NAMES = ("output", "lse", "error", "touched")  # what `by` gives
 SHAPES = [(1, 1, 1, 1), (17, 17, 20, 3), (63, 130, 80, 33), (130, 63, 16, 64), (300, 300, 64, 17)]
 
 
-@every_instruction_set
+def by_each_kernel(*tensors, **options):
+    """(instruction set, results) for those of this machine: the specification that they are held to is computed once."""
+    for isa in native.info().available:
+        with native.instruction_set(isa):
+            found = by("native", **options)(*tensors)
+        yield isa, found
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("n_q", "n_k", "d", "e"), SHAPES)
-def test_the_same_numbers_in_float64(isa, n_q, n_k, d, e, spec, masked, causal):
+def test_the_same_numbers_in_float64(n_q, n_k, d, e, spec, masked, causal):
     """In float64 no rounding decides which cluster is expanded: every row must agree."""
     options = {"method": spec, "attn_mask": keep_of(n_k)[:, None, None] if masked else None, "is_causal": causal}
     tensors = [x.double() for x in inputs(n_q, n_k, d, e)]
     wanted = by("reference", **options)(*tensors)
-    with native.instruction_set(isa):
-        found = by("native", **options)(*tensors)
-    for name, a, b in zip(("output", "lse", "error", "touched"), found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{isa}, {name}: {text}")
+    for isa, found in by_each_kernel(*tensors, **options):
+        for name, a, b in zip(NAMES, found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=partial("{}, {}: {}".format, isa, name))
 
 
-@every_instruction_set
 @pytest.mark.parametrize("size", [1e5, 1e8])
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[3], SPECS[5]])
-def test_a_query_that_outdoes_all_others_by_far(isa, spec, size):
+def test_a_query_that_outdoes_all_others_by_far(spec, size):
     """It moves the mean query, so that scores of clusters are far above all keys in them, and are then expanded."""
     q, k, v = (x.double() for x in inputs(300, 300, 8, 8))
     q[0, 0, 10] *= size
     wanted = by("reference", method=spec, is_causal=True)(q, k, v)
-    with native.instruction_set(isa):
-        found = by("native", method=spec, is_causal=True)(q, k, v)
-    for name, a, b in zip(("output", "lse", "error", "touched"), found, wanted, strict=True):
-        assert name == "error" or bool(b.isfinite().all()), name
-        allowed = 1e-8 if name in ("output", "touched") else 1e-6  # logits of 1e8 are rounded by 1e-8
-        torch.testing.assert_close(
-            a, b, rtol=allowed, atol=allowed, msg=lambda text, name=name: f"{isa}, {name}: {text}"
-        )
+    for isa, found in by_each_kernel(q, k, v, method=spec, is_causal=True):
+        for name, a, b in zip(NAMES, found, wanted, strict=True):
+            assert name == "error" or bool(b.isfinite().all()), name
+            allowed = 1e-8 if name in ("output", "touched") else 1e-6  # logits of 1e8 are rounded by 1e-8
+            told = partial("{}, {}: {}".format, isa, name)
+            torch.testing.assert_close(a, b, rtol=allowed, atol=allowed, msg=told)
 
 
-@every_instruction_set
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spec", SPECS[:3])
-def test_keys_that_outdo_their_summary_by_far(isa, spec, causal):
+def test_keys_that_outdo_their_summary_by_far(spec, causal):
     """Logits in the thousands: no sum that began with the summaries could hold exp of the difference."""
     q, k, v = (x.double() for x in inputs(200, 200, 16, 8))
     tensors = (30 * q, 30 * k, v)
     wanted = by("reference", method=spec, is_causal=causal)(*tensors)
-    with native.instruction_set(isa):
-        found = by("native", method=spec, is_causal=causal)(*tensors)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    for isa, found in by_each_kernel(*tensors, method=spec, is_causal=causal):
+        for name, a, b in zip(NAMES, found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=partial("{}, {}: {}".format, isa, name))
 
 
-@every_instruction_set
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_no_worse_than_plain_float32(isa, spec, causal):
+def test_no_worse_than_plain_float32(spec, causal):
     options = {"method": spec, "is_causal": causal}
-    with native.instruction_set(isa):
-        no_worse(by("native", **options), by("reference", **options), inputs(200, 200, 32, 24), gradients=False)
+    specified = Yardstick(by("reference", **options), inputs(200, 200, 32, 24), gradients=False)
+    for isa in native.info().available:
+        with native.instruction_set(isa):
+            specified.hold(by("native", **options), isa)
 
 
 @every_instruction_set
