@@ -20,6 +20,7 @@ test: lint $(KERNELS)
 
 test-all: lint $(KERNELS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
+	$(MAKE) test-oldest
 
 bench: $(KERNELS)
 	$(BIN)/sparing bench --out out

@@ -16,7 +16,8 @@ def compiled(fn, **options):
     return torch.compile(fn, fullgraph=True, backend="aot_eager", **options)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+# Static shapes are compiled once for each length; the tests below and those of the kernels have them too.
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_method_is_one_graph(spec, dynamic):
     method = sparing.method(spec)
