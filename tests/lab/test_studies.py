@@ -113,11 +113,18 @@ def test_paragraphs_are_about_usual_runs_only():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["mca-glue", "mca-tradeoff", "mca-longformer", "value-aware-oracles", "skyformer-spectral", "skyformer-spectrum"],
-)
-def test_a_folder_without_the_studys_data_is_refused_by_name(name, tmp_path):
-    with pytest.raises(ValueError, match=rf"data: {tmp_path} holds nothing for this study, which looks for \w+"):
+    ("name", "wanted"),
+    [
+        ("mca-glue", "glue/TASK/dev.tsv"), ("mca-tradeoff", "SST-2, dev.tsv"), ("mca-longformer", "imdb, hyperpartisan"),
+        ("value-aware-oracles", "books/*.txt"), ("value-aware-mlm", "books/*.txt"),
+        ("value-aware-kernels", "wikitext2/train.txt"), ("skyformer-spectral", "wikitext2/valid.txt"),
+        ("skyformer-spectrum", "imdb/*.jsonl"), ("skyformer-lra", "film reviews"), ("skyformer-convergence", "film"),
+        ("skyformer-instability", "film reviews"), ("yoso-pretraining", "*.txt"), ("yoso-glue", "glue/TASK/train.tsv"),
+    ],
+)  # fmt: skip
+def test_a_folder_without_the_studys_data_is_refused_by_name(name, wanted, tmp_path):
+    said = f"data: {tmp_path} holds nothing for this study, which looks for {wanted}"
+    with pytest.raises(ValueError, match=re.escape(said)):
         study(name).cells(Settings(data=tmp_path))
 
 

@@ -1,6 +1,10 @@
 """Claims held against results that a test made up."""
 
+from matplotlib.figure import Figure
+
 from sparing_lab.studies import study
+
+PAGE = 100  #: characters of a line in the terminal
 
 
 def verdict(name, key, rows):
@@ -19,3 +23,14 @@ def changed(rows, where, **new):
     """The rows, with these entries in those that `where` picks."""
     assert any(where(row) for row in rows)
     return [{**row, **new} if where(row) else row for row in rows]
+
+
+def shown(name, rows, page=PAGE):
+    """The tables, which must fit the page, and the figure that a study makes of the rows."""
+    tables, figure = study(name).tables(rows), Figure()
+    for table in tables:
+        assert all(len(row) == len(table.columns) for row in table.rows), table.title
+        widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
+        assert sum(widths) + 2 * len(widths) <= page, table.title
+    study(name).draw(rows, figure)
+    return tables, figure

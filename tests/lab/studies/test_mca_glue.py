@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.store import Store
@@ -16,7 +15,7 @@ from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
 from sparing_lab.tasks.glue import TASKS
 from tests.support.glue_files import classifier, sentences, write
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, shown, verdict
 
 NAME = "mca-glue"
 LENGTHS = {"CoLA": 11.0, "SST-2": 25.0, "RTE": 64.0}
@@ -163,12 +162,8 @@ def test_distilbert_beside_bert():
 
 
 def test_tables_and_figure_of_whatever_rows():
-    rows = made("CoLA") + made("SST-2", "DistilBERT")
-    tables = study(NAME).tables(rows)
-    assert all(len(line) == len(table.columns) for table in tables for line in table.rows)
+    tables, figure = shown(NAME, made("CoLA") + made("SST-2", "DistilBERT"), page=120)
     assert list(tables[1].rows[0][:4]) == ["CoLA", "0.2", "11.0", "11.44x"]
-    figure = Figure()
-    study(NAME).draw(rows, figure)
     assert all(axes.get_ylabel() and axes.get_legend() is not None for axes in figure.axes)
 
 

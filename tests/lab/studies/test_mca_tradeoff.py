@@ -2,7 +2,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from sparing.store import Store
 from sparing_lab.studies import study
@@ -11,7 +10,7 @@ from sparing_lab.studies.mca_tradeoff import ROUNDINGS
 from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
 from tests.support.glue_files import classifier, sentences, write
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, shown, verdict
 
 NAME = "mca-tradeoff"
 #: Of scores, against the exact one's 0.9.
@@ -112,11 +111,8 @@ def test_half_of_the_layers_lose_less():
 
 
 def test_table_and_figure():
-    (table,) = study(NAME).tables(made())
-    assert all(len(line) == len(table.columns) for line in table.rows)
+    (table,), figure = shown(NAME, made())
     assert len(table.rows) == 4 * 5
-    figure = Figure()
-    study(NAME).draw(made(), figure)
     assert all(axes.get_ylabel() and axes.get_legend() is not None for axes in figure.axes)
 
 

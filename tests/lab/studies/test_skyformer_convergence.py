@@ -4,7 +4,7 @@ from sparing_lab.studies._arena import EXACT, KERNELIZED, NYSTROM, SKYFORMER, TA
 from sparing_lab.studies.skyformer_convergence import SIDES, STUDY, reached
 from sparing_lab.studies.study import Settings
 from sparing_lab.training.config import Config
-from tests.support.verdicts import changed, others, verdict
+from tests.support.verdicts import changed, others, shown, verdict
 
 NAME = "skyformer-convergence"
 SECONDS = {EXACT: 4.0, KERNELIZED: 4.0, SKYFORMER: 1.0, NYSTROM: 1.0}  #: of a hundred steps
@@ -93,9 +93,7 @@ def test_pathfinder():
 
 
 def test_tables_fit_the_page():
-    for table in STUDY.tables(told()):
-        widths = [max(len(row[n]) for row in [table.columns, *table.rows]) for n in range(len(table.columns))]
-        assert sum(widths) + 2 * len(widths) <= 100, table.title
+    shown(NAME, told())
 
 
 def test_all_methods_of_a_task_differ_in_their_method_alone():

@@ -4,7 +4,7 @@ from sparing.store import Store
 from sparing_lab.studies import study
 from sparing_lab.studies.run import run
 from sparing_lab.studies.study import Settings
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, shown, verdict
 
 NAME = "value-aware-example"
 
@@ -51,3 +51,9 @@ def test_kernels_that_are_equally_skewed_are_not_ranked(rows):
 
     assert verdict(NAME, "exponential", changed(rows, soft, skew=0.9, agree=0.9)) == "reproduces"
     assert verdict(NAME, "exponential", changed(rows, soft, skew=0.01)) == "does not"
+
+
+def test_tables_and_figure_take_all_rows(rows):
+    tables, figure = shown(NAME, rows)
+    assert all(table.rows for table in tables)
+    assert all(axes.get_xlabel() and axes.get_title() for axes in figure.axes)

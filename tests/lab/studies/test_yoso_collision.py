@@ -6,7 +6,7 @@ import torch
 from sparing_lab.studies.rows import pick
 from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_collision import COSINES, HASHES, PAIRS, STUDY, curves, rates, vectors
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, shown, verdict
 
 NAME = "yoso-collision"
 
@@ -89,3 +89,9 @@ def test_more_seeds_are_more_draws():
     counts = [{cell["draws"] for cell in STUDY.cells(Settings(seeds=k)) if "draws" in cell} for k in (1, 3)]
     assert counts == [{2000}, {6000}]
     assert {cell["draws"] for cell in STUDY.cells(Settings("paper")) if "draws" in cell} == {20000}
+
+
+def test_tables_and_figure_take_all_rows(rows):
+    tables, figure = shown(NAME, rows)
+    assert all(table.rows for table in tables)
+    assert all(axes.get_xlabel() and axes.get_title() for axes in figure.axes)

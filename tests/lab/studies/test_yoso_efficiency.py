@@ -6,7 +6,7 @@ from sparing_lab.studies import _yoso_race
 from sparing_lab.studies._yoso_race import FUSED, SELF, SPECS, race_at
 from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_efficiency import LENGTHS, PER_TOKEN, QUANTITIES, STUDY, TABLE, YOSO, ratio
-from tests.support.verdicts import changed, others, verdict
+from tests.support.verdicts import changed, others, shown, verdict
 
 NAME = "yoso-efficiency"
 CLAIMS = [claim.key for claim in STUDY.claims]
@@ -171,3 +171,9 @@ def test_the_scales_name_their_lengths():
     assert [cell["length"] for cell in small if cell["what"] == "race"] == [512, 1024, 2048, 4096]
     assert [cell["length"] for cell in paper if cell["what"] == "race"][-1] == 65536
     assert (small[0]["heads"], small[0]["width"]) == (12, 64)
+
+
+def test_tables_and_figure_take_all_rows():
+    tables, figure = shown(NAME, table4())
+    assert all(table.rows for table in tables)
+    assert all(axes.get_xlabel() and axes.get_title() for axes in figure.axes)

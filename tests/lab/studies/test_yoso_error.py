@@ -8,7 +8,7 @@ from sparing_lab.studies import _yoso
 from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_error import FIXED, HASHES, NORMS, STUDY, errors, synthetic
 from tests.support import small_models
-from tests.support.verdicts import changed, verdict
+from tests.support.verdicts import changed, shown, verdict
 
 NAME = "yoso-error"
 
@@ -116,3 +116,9 @@ def test_relative_errors():
     found = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
     assert float(_yoso.relative(found, wanted, 2)) == pytest.approx(5**0.5 / 5)
     assert float(_yoso.relative(found, wanted, float("inf"))) == pytest.approx(0.5)
+
+
+def test_tables_and_figure_take_all_rows(rows):
+    tables, figure = shown(NAME, rows)
+    assert all(table.rows for table in tables)
+    assert all(axes.get_xlabel() and axes.get_title() for axes in figure.axes)
