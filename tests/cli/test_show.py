@@ -129,7 +129,7 @@ def test_whatever_stands_in_one_place_is_shown_or_refused_in_one_line(kind, tmp_
     held.pop("sha256", None)  # as if written by hand
     path = tmp_path / "found.json"
     for where in parts(held):
-        for value in (None, True, 10**400, "\x1b[31mx", [], {}) if where else ():
+        for value in (None, 10**400, "\x1b[31mx", {}) if where else ():
             path.write_text(json.dumps(replaced(held, where, value)))
             status = main(["show", str(path)])
             out, err = capsys.readouterr()

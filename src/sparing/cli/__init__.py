@@ -1,1 +1,1 @@
-"""The `sparing` command, one module per sub-command."""
+"""The `sparing` command, with a module for each verb."""

@@ -1,4 +1,4 @@
-"""What a command reads and writes: declared with its options, checked by `sparing` before any command runs.
+"""Declare the files that a command reads and writes, and check them before it runs.
 
 `reads` declares an option that names a file to read, `writes` one that names a file or a folder to write. No file that
 is written may be one that is read, or be written twice, whatever its name.
@@ -39,7 +39,7 @@ def writes(parser: argparse.ArgumentParser, *flags: str, names: Names | None = N
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Raise where something cannot be written, or would be written over something that is read."""
+    """Raise if an output cannot be written, or would overwrite an input."""
     if getattr(options, "list", False):
         return
     written: list[tuple[str, Place]] = []
@@ -76,7 +76,7 @@ def _check_file(flag: str, path: str) -> None:
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """Raise where a folder cannot be written to; nothing remains of the try."""
+    """Raise if a folder cannot be written to; leave nothing behind."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{flag}={folder} is a file; name a folder")
     parent = next((p for p in (folder, *folder.absolute().parents) if p.exists()), folder)

@@ -1,1 +1,1 @@
-"""Results as something to read."""
+"""Show results: terminal tables, JSON, an HTML page."""

@@ -1,4 +1,4 @@
-"""A benchmark as terminal tables."""
+"""Print a benchmark as terminal tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparing.workbench.timing import Interval
 
 
 def show(bench: Bench, *, console: Terminal | None = None) -> None:
-    """Print everything. A table is as wide as it must: lines that wrap are better than a number that is cut off."""
+    """Print everything. A table may be wider than the terminal: a wrapped line is better than a number cut off."""
     console = console or Terminal()
     console.print(head(bench))
     for table in tables(bench):
@@ -33,13 +33,13 @@ def show(bench: Bench, *, console: Terminal | None = None) -> None:
 
 
 def tables(bench: Bench) -> list[Table]:
-    """Ratios for each pass, times and memory, public implementations."""
+    """Return the tables: ratios for each pass, times and memory, public implementations."""
     kinds = [_ratio_table, _cost_table, *([_peer_table] if bench.settings.peers else [])]
     return [kind(bench, part) for kind in kinds for part in bench.settings.passes]
 
 
 def head(bench: Bench) -> str:
-    """What was measured, and where."""
+    """Return the lines that say what was measured, and on which machine."""
     s, m = bench.settings, bench.machine
     kernels = f"kernels: {m['instruction_set']}" if m.get("instruction_set") else "no kernels: plain PyTorch"
     return (
@@ -105,7 +105,7 @@ def _cost_table(bench: Bench, part: Pass) -> Table:
 
 
 def sides(bench: Bench) -> list[str]:
-    """Baselines, methods, then public implementations."""
+    """Return the names of what was timed: baselines, methods, then public implementations."""
     known = dict.fromkeys(t.side for t in bench.timings)
     own = [name for name in (SDPA, SDPA_BF16, SDPA_PROJECTION, *bench.settings.methods) if name in known]
     return [*own, *(name for name in known if name not in own)]
@@ -128,7 +128,7 @@ def _peer_table(bench: Bench, part: Pass) -> Table:
 
 
 def notes(bench: Bench) -> str:
-    """What follows from the tables, and why figures are missing."""
+    """Return the lines below the tables: targets met or not, and why figures are missing."""
     lines = [*_target_lines(bench), *_peer_target_lines(bench), *map(_fact_line, bench.facts)]
     red = [gate for gate in bench.gates if not gate.passed]
     lines += [f"RED: {g.method}: {g.detail}, at {g.length} tokens; no ratio is stated" for g in red]
@@ -179,7 +179,7 @@ def _target_lines(bench: Bench) -> list[str]:
 
 
 def _peer_target_lines(bench: Bench) -> list[str]:
-    """Each method against the fastest public implementation of it."""
+    """Return a line for each method against its fastest public implementation."""
     lines = []
     for spec in bench.settings.methods if PEER_TARGET_LENGTH in bench.settings.lengths else ():
         against = [f"{p.peer} for {p.method}" for p in bench.peers if p.method == spec]
@@ -229,5 +229,5 @@ def _bytes(value: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Return three digits, without an exponent."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

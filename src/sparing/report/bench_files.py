@@ -1,4 +1,4 @@
-"""A benchmark as JSON and as a plot."""
+"""Write and read a benchmark as JSON, and draw it."""
 
 from __future__ import annotations
 

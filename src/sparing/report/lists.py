@@ -1,4 +1,4 @@
-"""Methods and recipes, as the terminal shows them."""
+"""Tables of methods and recipes for the terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LETTERS = {
 
 
 def capabilities(supports: Supports) -> str:
-    """One letter per capability, a dot where it is missing: "CPMXQGDT"."""
+    """Return one letter per capability, and a dot where it is missing: "CPMXQGDT"."""
     return "".join(letter if getattr(supports, name) else "." for name, letter in LETTERS.items())
 
 
 def methods_table() -> Table:
-    """What each method is and can do."""
+    """Return a table of what each method is and supports."""
     words = ", ".join(f"{letter} {name.replace('_', ' ')}" for name, letter in LETTERS.items())
     table = Table(
         caption=f"can: {words}. *: an oracle, which needs the exact result. All fields: docs/methods.md.",
@@ -38,7 +38,7 @@ def methods_table() -> Table:
 
 
 def recipe_table(recipe: Recipe) -> Table:
-    """What each layer of a recipe runs."""
+    """Return a table of what each layer of a recipe runs."""
     table = Table(
         title=f"for {recipe.architecture or 'any architecture'}; layers that are not named run exact attention",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,

@@ -27,7 +27,7 @@ def _first_line(method: type[Method]) -> str:
 
 
 def capability_table() -> str:
-    """One row per method, from what the classes declare."""
+    """Return a Markdown table with a row for each method, from what the classes declare."""
     columns = [
         "method",
         "budget",
@@ -56,7 +56,7 @@ def capability_table() -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD, capability_table(), ""]
     for name, method in list_methods().items():
         defaults = ", ".join(f"{f.name}={f.default!r}" for f in fields(method))
@@ -65,7 +65,7 @@ def page() -> str:
 
 
 def _body(method: type[Method]) -> str:
-    """The docstring: first line as prose, the rest as it is written in the code."""
+    """Return a docstring as Markdown: its first line as prose, the rest as in the code."""
     rest = (inspect.getdoc(method) or "").split("\n", 1)[1:]
     return f"{_first_line(method)}.\n\n```text\n{rest[0].strip() if rest else ''}\n```"
 

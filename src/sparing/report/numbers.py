@@ -1,4 +1,4 @@
-"""Numbers and specs as people read them."""
+"""Format numbers and specs for people."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NOT_FINITE = "not finite"
 
 
 def finite(value: float | None) -> float | None:
-    """The number, or None where there is none that could be drawn or sorted."""
+    """Return the number, or None if it is not finite and cannot be drawn or sorted."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def percent(value: float) -> str:
-    """A share in percent.
+    """Format a share as percent.
 
     >>> percent(0.00512), percent(-0.25), percent(123.0)
     ('0.51%', '-25%', '>1000%')
@@ -33,7 +33,7 @@ def _small(share: float) -> str:
 
 
 def error(value: float) -> str:
-    """A relative error.
+    """Format a relative error.
 
     >>> error(0.03917), error(1e-7), error(12.345)
     ('0.0392', '0', '12.3')
@@ -44,7 +44,7 @@ def error(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """How many times as much; None stands for the infinite, which JSON does not have.
+    """Format a ratio; None stands for an infinite one, which JSON does not have.
 
     >>> ratio(1.234), ratio(0.0123), ratio(41.7)
     ('1.23x', '0.012x', '42x')
@@ -55,7 +55,7 @@ def ratio(value: float | None) -> str:
 
 
 def megabytes(value: int) -> str:
-    """Bytes, of which a million are a megabyte.
+    """Format bytes as megabytes of a million each.
 
     >>> megabytes(12_345_678)
     '12.3 MB'
@@ -64,7 +64,7 @@ def megabytes(value: int) -> str:
 
 
 def short_names(specs: Sequence[str]) -> dict[str, str]:
-    """Specs without the settings that are the same in all specs of a method.
+    """Shorten specs by the settings that all specs of a method share.
 
     >>> short_names(["window(size=8, sinks=1)", "window(size=64, sinks=1)", "lsh(rounds=4)"])
     {'window(size=8, sinks=1)': 'window size=8', 'window(size=64, sinks=1)': 'window size=64', 'lsh(rounds=4)': 'lsh'}

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs nothing else: no server, no network, no other file."""
+"""Write a comparison as one HTML page that needs no server, no network and no other file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "cro
 
 
 def page(found: Comparison) -> str:
-    """The whole page, with its styles, scripts and plotly's inside; needs plotly and jinja2.
+    """Return the page with all styles and scripts, plotly's among them; needs plotly and jinja2.
 
     Jinja escapes every text and the JSON; the scripts write texts as texts. Control characters are shown as escapes.
     """
@@ -72,13 +72,13 @@ def _shown(value: Any) -> Any:
 
 
 def best(found: Comparison, verdict: str) -> Row | None:
-    """The row of this verdict that makes the model fastest; exact attention itself is no answer."""
+    """Return the row of this verdict that makes the model fastest, exact attention apart."""
     rows = [row for row in found.rows if row.verdict == verdict and row.method.partition("(")[0] != "exact"]
     return max(rows, key=_speed, default=None)
 
 
 def code(row: Row, kind: str) -> str:
-    """What turns a method on, and off again; as it was measured, which is on prompts."""
+    """Return code that turns a method on, as it was measured (on prompts), and off again."""
     when = ', when="prefill"' if kind == "language model" else ""
     return (
         "import sparing\n\n"
@@ -97,5 +97,5 @@ def _static(name: str) -> str:
 
 
 def _inside_script(text: str) -> str:
-    """Code that ends no script element, and opens no comment in it: in strings and patterns "\\/" is "/"."""
+    """Return code that ends no script element and opens no comment in it: in strings and patterns "\\/" is "/"."""
     return re.sub(r"<(/script|!--)", lambda match: "<\\" + match[1], text, flags=re.IGNORECASE)

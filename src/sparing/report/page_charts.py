@@ -40,7 +40,7 @@ def trade(found: Comparison) -> dict[str, Any]:
 
 
 def front(times: Sequence[float], changes: Sequence[float]) -> list[bool]:
-    """Whether nothing else is both as fast and as good: the Pareto front.
+    """Return for each point whether nothing else is both as fast and as good: the Pareto front.
 
     >>> front([1.0, 0.5, 0.7, 0.8], [0.0, 0.2, 0.3, 0.1])
     [True, True, False, True]
@@ -50,7 +50,7 @@ def front(times: Sequence[float], changes: Sequence[float]) -> list[bool]:
 
 
 def left_out(found: Comparison) -> list[str]:
-    """The rows that the chart of change and time cannot show."""
+    """Return the methods that the chart of change and time cannot show."""
     shown = trade(found)
     drawn = {point["method"] for point in (*shown["points"], *shown["oracles"])}
     return [row.method for row in found.rows if row.method not in drawn]
@@ -68,7 +68,7 @@ def crossings(found: Comparison) -> dict[str, Any]:
 
 
 def heads(found: Comparison) -> list[dict[str, Any]]:
-    """The pictures of each head, those of exact attention first."""
+    """Return the pictures of each head, those of exact attention first."""
     groups: dict[tuple[int, int], dict[str, Any]] = {}
     for each in found.maps:
         name = f"layer {each.number}, head {each.head}"
@@ -87,7 +87,7 @@ def _change(value: Estimate | None) -> list[float | None] | None:
 
 
 def _time(row: Row) -> list[float] | None:
-    """The model's time as a share of the exact one's: high speed is little time."""
+    """Return the model's time as a share of the exact model's: high speed is little time."""
     speed = None if row.time is None else row.time.model
     if speed is None or not _drawable(speed):
         return None

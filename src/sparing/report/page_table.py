@@ -1,4 +1,4 @@
-"""The tables of the page: what is in a cell, and what it is sorted by."""
+"""Make the tables of the page: the text of each cell, and the value that it is sorted by."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")  #: against label
 
 
 class Cell(NamedTuple):
-    """Of the full table."""
+    """A cell of a table."""
 
     text: str = ""
     value: float | str | None = None  #: what it is sorted by; None comes last in either order
-    more: str = ""  #: shown on top of it by a mouse that rests
+    more: str = ""  #: its tooltip
 
 
 class Heat(NamedTuple):
@@ -34,14 +34,14 @@ class Heat(NamedTuple):
 
 
 def full_table(found: Comparison) -> tuple[list[str], list[list[Cell]]]:
-    """Titles and rows. Columns in which no row has anything are left out."""
+    """Return titles and rows. Empty columns are left out."""
     columns = {title: [cell(row) for row in found.rows] for title, cell in _COLUMNS.items()}
     used = {title: cells for title, cells in columns.items() if any(cell.text for cell in cells)}
     return list(used), [list(row) for row in zip(*used.values(), strict=True)]
 
 
 def heat_map(found: Comparison) -> tuple[list[str], list[tuple[Row, list[Heat]]]]:
-    """Names of the layers, and of each row that has any the errors in them."""
+    """Return the names of the layers, and each row that has layers with its errors in them."""
     rows = [row for row in found.rows if row.layers]
     names = list(dict.fromkeys(layer.layer for row in rows for layer in row.layers))
     return names, [(row, [_heat(row, name, i) for i, name in enumerate(names)]) for row in rows]
@@ -72,14 +72,14 @@ def _exp(loss: float) -> float:
 
 
 def exact_scores(found: Comparison) -> list[str]:
-    """What the exact model scores against the labels; oracles, measured on fewer documents, do not count."""
+    """Return the scores of the exact model against the labels, not from oracles, which see fewer documents."""
     ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
     scores = {name: finite(ends.get(f"exact_{name}")) for name in SCORES}
     return [f"{name} {score:.4f}" for name, score in scores.items() if score is not None]
 
 
 def exact_memory(found: Comparison) -> str | None:
-    """Peak memory of the exact model, which every row has measured beside its own."""
+    """Return the peak memory of the exact model, the median over rows."""
     taken = [row.time.exact_bytes for row in found.rows if row.time is not None and row.time.exact_bytes is not None]
     return megabytes(round(statistics.median(taken))) if taken else None
 
@@ -140,7 +140,7 @@ def _crossover(row: Row) -> Cell:
 
 
 def _score(row: Row, name: str) -> Cell:
-    """Against the labels, where there are any."""
+    """Return the cell of a score against labels, if there are any."""
     value, exact = (finite((row.end or {}).get(key)) for key in (name, f"exact_{name}"))
     return Cell() if value is None or exact is None else Cell(f"{value:.4f}", value, f"exact: {exact:.4f}")
 

@@ -1,4 +1,4 @@
-"""A plan as the terminal shows it, within 100 columns."""
+"""Print a plan within 100 columns."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _layers(plan: Plan) -> Table:
 
 
 def together(names: Sequence[str]) -> str:
-    """Many layers in few words.
+    """Return the names of layers in short.
 
     >>> together(["layer.0.attention", "layer.1.attention", "layer.2.attention", "layer.5.attention"])
     'layer.0-2,5.attention'

@@ -1,4 +1,4 @@
-"""A comparison as a terminal table that fits 100 columns."""
+"""Print a comparison as terminal tables of 100 columns."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
 
 
 def _against_labels(found: Comparison) -> str:
-    """What the exact model scores, where there are labels; the rows' own scores are in JSON and on the page."""
+    """Return the exact model's scores against labels; the rows' own are in the JSON and on the page."""
     ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
     names = [name for name in SCORES if f"exact_{name}" in ends]
     return ", ".join(f"{name} {ends[f'exact_{name}']:.4f}" for name in names)
 
 
 def comparison_table(found: Comparison) -> Table:
-    """The table that `sparing compare` prints."""
+    """Return the table of all rows."""
     table = _table(caption=_legend(found))
     table.add_column("method", overflow="fold", max_width=38)
     for name in ("change", "at most", "error", "keys", "FLOPs", "call", "model", "from"):
@@ -94,7 +94,7 @@ def generation_table(found: Comparison) -> Table:
 
 
 def layer_table(found: Comparison) -> Table:
-    """The total error of each layer, or of the worst, and how well the method's error bar ranks the true errors."""
+    """Return the error of each layer, or of the worst, and how well the method's error bar ranks the true errors."""
     rows = [row for row in found.rows if row.layers]
     count = max(len(row.layers) for row in rows)
     table = _table(
@@ -151,7 +151,7 @@ def _numbers(row: Row) -> list[str]:
 
 
 def _shares(value: Estimate | None) -> tuple[str, str]:
-    """The mean and the upper end of its interval, in percent."""
+    """Return the mean and the upper end of its interval, in percent."""
     if value is None:
         return "", ""
     return _percent(value.mean), "?" if value.most is None else _percent(value.most)
@@ -169,7 +169,7 @@ def _ratio(value: Interval | None) -> str:
 
 
 def _tokens(row: Row) -> str:
-    """From how many tokens on the call is faster."""
+    """Return the number of tokens from which the call is faster."""
     if not row.points:
         return ""
     if row.crossover is None:

@@ -28,7 +28,7 @@ FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower h
 
 @dataclass(frozen=True)
 class Row:
-    """One method with one setting."""
+    """A method with one setting: its verdict, and the figures behind it."""
 
     method: str
     verdict: str
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `sparing.compare` found."""
+    """The result of `sparing.compare`."""
 
     model: str
     kind: str
@@ -69,7 +69,7 @@ class Comparison:
     generation: tuple[GenerationRow, ...] = ()  #: of a language model, where contexts were asked for
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat dictionary for each row, as `pandas.DataFrame` takes them."""
+        """Return a flat dictionary for each row, as `pandas.DataFrame` takes them."""
         return [_flat(row) for row in self.rows]
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ class Comparison:
         return found
 
     def _check(self) -> None:
-        """Refuse what types cannot: reports rely on it."""
+        """Raise for what the types allow but reports cannot show."""
         if not math.isfinite(self.tolerance):
             raise ValueError("tolerance must be a number, not None")
         for number, row in enumerate(self.rows):
@@ -139,7 +139,7 @@ def row_of(
     labels: Sequence[float] | None = None,
     points: tuple[RacePoint, ...] = (),
 ) -> Row:
-    """One row from what was measured: a `Quality` of each seed, and `Seconds`, as dictionaries."""
+    """Make a row of what was measured: a `Quality` of each seed, and `Seconds`, as dictionaries."""
     if (refused := next((part["refused"] for part in parts if "refused" in part), None)) is not None:
         return Row(spec, REFUSED, refused)
     by_seed = [labelled(part["ends"], labels) for part in parts]
@@ -161,7 +161,7 @@ def row_of(
 
 
 def labelled(ends: Sequence[End], labels: Sequence[float] | None) -> list[End]:
-    """What is known about each document, with its label and, where that is a class, its nearest document's."""
+    """Add to each document its label and, if that is a class, the label of its nearest document."""
     if labels is None:
         return list(ends)
     found = [{**end, "label": label} for end, label in zip(ends, labels, strict=False)]
@@ -173,7 +173,7 @@ def labelled(ends: Sequence[End], labels: Sequence[float] | None) -> list[End]:
 
 
 def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
-    """Means over documents and seeds, and scores against the labels."""
+    """Return means over documents and seeds, and scores against the labels."""
     ends = [end for some in by_seed for end in some]
     found = {name: _mean([end[name] for end in ends]) for name in ends[0] if name not in _NOT_MEANS}
     if "neighbour" in ends[0]:
@@ -183,7 +183,7 @@ def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
 
 
 def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float) -> str:
-    """Safe: the whole interval is within the tolerance. Faster: the whole model is, in three rounds of four."""
+    """Judge a row. Safe: the interval is within the tolerance. Faster: the whole model is, in three rounds of four."""
     if _method(spec).oracle:
         return ORACLE
     if not (change is not None and change.most is not None and change.most <= tolerance):
@@ -193,7 +193,7 @@ def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float)
 
 
 def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
-    """What to do, in one sentence."""
+    """Return what to do, in one sentence."""
     on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
     within = f"within {percentage(tolerance)} ({metric})"
     if documents == 1:
@@ -221,7 +221,7 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
 
 
 def _later(safe: Sequence[Row], tokens: int) -> str:
-    """Where the attention call of a safe setting begins to pay, if that is beyond these documents."""
+    """Say from which length the attention of a safe setting is faster, if documents are shorter than that."""
     pays = [row for row in safe if row.crossover is not None and row.crossover > tokens]
     if not pays:
         return ""
@@ -235,7 +235,7 @@ def _later(safe: Sequence[Row], tokens: int) -> str:
 
 
 def percentage(share: float) -> str:
-    """Of a tolerance, which is never 0.
+    """Format a tolerance, which is never 0.
 
     >>> percentage(0.01), percentage(2e-6)
     ('1.00%', '0.0002%')
@@ -244,7 +244,7 @@ def percentage(share: float) -> str:
 
 
 def rounded(tokens: int) -> str:
-    """Two digits are all that a crossover is good for.
+    """Format a crossover with two digits: it is no more precise.
 
     >>> rounded(2874)
     '2,900'
@@ -270,7 +270,7 @@ def _seconds(held: dict[str, Any]) -> Seconds:
 
 
 def finite(value: Any) -> Any:
-    """Without NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
