@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from tests.support.model_zoo import tokens
 
@@ -16,7 +16,18 @@ COVERING = ["multipole(keys=1000, chunk=16)", "window(size=1000)", "top_keys(key
 MODELS = ["llama", "gpt2"]
 
 
+#: Types of caches that an index follows.
+DTYPES = [torch.float32]
+
+
 NEW = 20
+
+
+def new_cache(model, kind, length=90):
+    """An empty cache."""
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=length)
+    return DynamicCache(config=model.config)
 
 
 def prompt(length=40, batch=2, padded=True):
@@ -41,7 +52,7 @@ def feed(model, ids, cache, **options):
 
 def crop(cache, length):
     """To so many tokens."""
-    cache.crop(length - cache.get_seq_length())  # how many to remove; older versions take a length as well
+    cache.crop(length - int(cache.get_seq_length()))  # how many to remove; older versions take a length as well
     assert cache.get_seq_length() == length
 
 

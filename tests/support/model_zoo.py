@@ -30,6 +30,13 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
         "MistralForCausalLM",
         lambda: transformers.MistralConfig(**TOKENS, num_key_value_heads=2, sliding_window=8, **SMALL),
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        lambda: transformers.Gemma3TextConfig(
+            **TOKENS, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"], **SMALL,
+        ),
+    ),
     "modernbert": (
         "ModernBertModel",
         lambda: transformers.ModernBertConfig(

@@ -80,7 +80,7 @@ def test_full_budgets_are_the_stock_model_with_the_weights_of_minilm(minilm):
 @pytest.mark.parametrize("spec", ["exact", "top_keys(keys=1000)"])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_is_the_stock_model(name, spec, cache):
-    """Left padding, a growing or a static cache: the prompt through the method, and the rest, where the cache allows."""
+    """Left padding, a growing or a static cache: the prompt through the method, and the rest too."""
     model, given = build(name), inputs(name)
     given = {key: value for key, value in given.items() if key != "position_ids"}
     asked = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
@@ -90,13 +90,9 @@ def test_generation_is_the_stock_model(name, spec, cache):
         layers = handle.statistics().layers
         assert ("prompts and tokens that continue a cache (decoding) run as above" in repr(handle)) == (spec != "exact")
     assert torch.equal(before, after)
-    # Six tokens: a prompt and five steps, which a budget of all keys makes exact, and which a static cache leaves so.
+    # Six tokens: a prompt and five steps, which a budget of all keys makes exact.
     counts = {(layer.calls, layer.exact_calls, layer.covered) for layer in layers}
-    if cache is None:
-        assert counts == {(0, 6, 0) if spec == "exact" else (1, 0, 6)}
-    else:  # older versions write out the mask of a prompt in a static cache, which then runs exactly
-        assert counts in ({(0, 6, 0)}, {(1, 5, 1)})
-        assert spec != "exact" or counts == {(0, 6, 0)}
+    assert counts == {(0, 6, 0) if spec == "exact" else (1, 0, 6)}
 
 
 def test_a_prompt_that_continues_a_cache_runs_exact():

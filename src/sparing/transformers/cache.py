@@ -1,4 +1,4 @@
-"""A layer of a Hugging Face cache that keeps sparing's index beside its keys and values.
+"""Layers of a Hugging Face cache that keep sparing's index beside their keys and values.
 
 Transformers changes a cache (append, crop, reorder for beams, repeat, select, reset) through methods of its layers, so
 the index follows. Other changes are noticed before the next token: the tensors are not the ones that the layer made, or
@@ -6,6 +6,9 @@ were written to.
 
 A model passes keys and values to its attention function, and not the cache that they come from. So the keys that a
 layer returns carry the layer as an attribute. That needs no other state, and works in any thread.
+
+A static cache returns all of its positions, filled or not, and the model's masks have that length. The layer says how
+many are filled, and `attention_function` cuts keys, values and mask to them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from sparing.index import Index
 from sparing.transformers.state import LayerState, state_of
@@ -23,41 +26,143 @@ _LAYER = "_sparing_cache_layer"  # attribute of the keys that a layer returns: t
 _INDEXES = "_sparing_indexes"  # attribute of keys in a layer that is not indexed yet: their indexes, by layer number
 
 
-class IndexedLayer(DynamicLayer):
-    """A `DynamicLayer` with an index, which grows in place instead of copying everything at each token."""
+class IndexedLayer(CacheLayerMixin):
+    """A layer of a cache with an index. Its subclasses are the kinds of layers that sparing can follow."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.number: int | None = None  #: in its cache
-        self.index: Index | None = None  #: None: tokens that continue the cache run exact attention
-        self._buffers: tuple[Tensor, Tensor] | None = None  # keys and values are the first part of these
-        self._known: tuple[tuple[Tensor | None, int | None], ...] = ()  # keys and values, with their versions
+    number: int | None = None  #: in its cache
+    index: Index | None = None  #: None: there is no index of what the layer holds
+    _known: tuple[tuple[Tensor | None, int | None], ...] = ()  # keys and values, with their versions
 
     @classmethod
-    def from_layer(cls, layer: DynamicLayer, number: int) -> IndexedLayer:
+    def from_layer(cls, layer: Any, number: int) -> IndexedLayer:
         """Return a layer with the same keys and values, and their index if there is one."""
-        made = cls()
+        made = cls.__new__(cls)
         vars(made).update(vars(layer))
         made.number = number
         made.set_index(vars(layer.keys).pop(_INDEXES, {}).get(number) if isinstance(layer.keys, Tensor) else None)
         return made
+
+    @property
+    def filled(self) -> int:
+        """The number of positions that hold a token."""
+        return int(self.get_seq_length())
 
     def set_index(self, index: Index | None) -> None:
         """Keep an index of what the layer holds now; None drops the present one."""
         self.index = index
         self._remember()
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch, also in the index."""
+        self._check()
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def reset(self) -> None:
+        """Remove keys, values and index."""
+        super().reset()
+        self.index = None
+        self._remember()
+
+    def offload(self) -> None:
+        """Move keys and values to the CPU; the index stays."""
+        super().offload()
+        self._select(None)
+
+    def prefetch(self) -> None:
+        """Move keys and values back to their device; the index stays."""
+        super().prefetch()
+        self._select(None)
+
+    def _carrying(self, keys: Tensor) -> Tensor:
+        """Return a view of the keys that carries the layer; the layer's own keys would form a reference cycle."""
+        if not torch.compiler.is_compiling():
+            keys = keys.view_as(keys)
+            setattr(keys, _LAYER, (self, self.keys))
+        return keys
+
+    def _select(self, items: Tensor | None) -> None:
+        """Go on with these items of the batch in the index, after the layer's tensors were replaced."""
+        if self.index is not None and items is not None:
+            self.index.select(items.cpu())
+        self._remember()
+
+    def _crop_index(self) -> None:
+        """Remove the positions from the index that the layer does not hold any more."""
+        keys, values, filled = self.keys, self.values, self.filled
+        if self.index is not None and self.index.length < filled:
+            self.index = None  # it lacks tokens: the model was restored in between
+        elif self.index is not None:
+            assert keys is not None
+            assert values is not None
+            self.index.crop(filled, keys[:, :, :filled], values[:, :, :filled])
+        self._remember()
+
+    def _remember(self) -> None:
+        self._known = ((self.keys, _version(self.keys)), (self.values, _version(self.values)))
+
+    def _check(self) -> None:
+        """Raise if keys or values were changed other than by this layer since the index was made or extended."""
+        if self.index is None:
+            return
+        for name, x, (known, version) in zip(("keys", "values"), (self.keys, self.values), self._known, strict=True):
+            if x is not known or _version(x) != version:
+                raise RuntimeError(
+                    f"cache: the {name} of a layer were changed without its methods, so that sparing's index is wrong; "
+                    "use the cache's own crop, reorder_cache or batch_select_indices, start a new cache, or set "
+                    "cache.layers[i].index = None to drop the index"
+                )
+
+    def _check_new(self, keys: Tensor, values: Tensor, *, promotes: bool) -> None:
+        """Raise, before anything changes, if new keys and values do not continue those that the layer holds.
+
+        promotes: the layer takes other types, if torch.autocast mixes them.
+        """
+        for name, held, new in (("keys", self.keys, keys), ("values", self.values, values)):
+            if held is None or held.ndim != 4 or held.shape[2] == 0:
+                continue
+            where = f"cache: layer {self.number} holds {name} of"
+            if (held.shape[1], held.shape[3]) != (new.shape[1], new.shape[3]):
+                raise ValueError(
+                    f"{where} {held.shape[1]} heads of size {held.shape[3]}, and the model brings {new.shape[1]} heads "
+                    f"of size {new.shape[3]}: the cache belongs to another model; start a new one"
+                )
+            if held.shape[0] != new.shape[0]:
+                raise ValueError(
+                    f"{where} a batch of {held.shape[0]}, and the model brings a batch of {new.shape[0]}; select items "
+                    "by cache.batch_select_indices, repeat them by cache.batch_repeat_interleave, or start a new cache"
+                )
+            mixes = promotes and torch.is_autocast_enabled(new.device.type)
+            if held.dtype != new.dtype and not mixes:
+                raise ValueError(
+                    f"{where} {held.dtype}, and the model brings {new.dtype}; run the model in the type that the cache "
+                    "was filled in, or start a new cache"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check()
+        return {**vars(self), "_known": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._remember()
+
+
+class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
+    """A `DynamicLayer` with an index, which grows in place instead of copying everything at each token."""
+
+    _buffers: tuple[Tensor, Tensor] | None = None  # keys and values are the first part of these
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return all of them; the keys carry the layer."""
         self._check()
+        self._check_new(key_states, value_states, promotes=True)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new, n = (key_states, value_states), self.get_seq_length()
         end = n + key_states.shape[-2]
         held: Any = (self.keys, self.values)
-        alike = all(x.shape[:2] == y.shape[:2] and x.shape[-1] == y.shape[-1] for x, y in zip(held, new, strict=True))
-        gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*new, *held))
-        if gradient or (n and not alike):  # which raises if the shapes do not fit
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*new, *held)):
             keys, values = super().update(*new)
             self._buffers = None
         else:
@@ -69,10 +174,7 @@ class IndexedLayer(DynamicLayer):
             keys, values = self._buffers[0][..., :end, :], self._buffers[1][..., :end, :]
             self.keys, self.values = keys, values
         self._remember()
-        if not torch.compiler.is_compiling():
-            keys = keys.view_as(keys)  # a new tensor: the layer's own keys would form a reference cycle with it
-            setattr(keys, _LAYER, (self, self.keys))
-        return keys, values
+        return self._carrying(keys), values
 
     def _fits(self, new: tuple[Tensor, Tensor], end: int) -> bool:
         if self._buffers is None or end > self._buffers[0].shape[-2]:
@@ -87,20 +189,11 @@ class IndexedLayer(DynamicLayer):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Remove the last tokens, from the index too."""
         self._check()
+        before = self.filled
         super().crop(*args, **kwargs)
-        self._buffers = None  # the removed tokens may be in use elsewhere
-        if self.index is not None and self.index.length < self.get_seq_length():
-            self.index = None  # it lacks tokens: the model was restored in between
-        elif self.index is not None:
-            held: Any = (self.keys, self.values)
-            self.index.crop(self.get_seq_length(), *held)
-        self._remember()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the batch, also in the index."""
-        self._check()
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        if self.filled != before:
+            self._buffers = None  # the removed tokens may be in use elsewhere
+        self._crop_index()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat the items of the batch, also in the index."""
@@ -117,52 +210,52 @@ class IndexedLayer(DynamicLayer):
         super().batch_select_indices(indices)
         self._select(chosen)
 
-    def _select(self, items: Tensor | None) -> None:
-        if self.index is not None and items is not None:
-            self.index.select(items.cpu())
-        self._buffers = None
-        self._remember()
-
     def reset(self) -> None:
         """Remove keys, values and index."""
         # Older versions zero the tensors instead, which fails for tensors of inference mode, and keep their length.
-        self.keys, self.values, self.is_initialized = None, None, False
+        self.keys, self.values, self.is_initialized, self._buffers = None, None, False, None
         super().reset()
-        self.index, self._buffers = None, None
-        self._remember()
 
-    def offload(self) -> None:
-        """Move keys and values to the CPU; the index stays."""
-        super().offload()
-        self._select(None)
-
-    def prefetch(self) -> None:
-        """Move keys and values back to their device; the index stays."""
-        super().prefetch()
-        self._select(None)
-
-    def _remember(self) -> None:
-        self._known = ((self.keys, _version(self.keys)), (self.values, _version(self.values)))
-
-    def _check(self) -> None:
-        """Raise if keys or values were changed other than by this layer since the index was made or extended."""
-        if self.index is None:
-            return
-        for name, x, (known, version) in zip(("keys", "values"), (self.keys, self.values), self._known, strict=True):
-            if x is not known or _version(x) != version:
-                raise RuntimeError(
-                    f"cache: the {name} of a layer were changed without its methods, so that sparing's index is wrong; "
-                    "use the cache's own crop, reorder_cache or batch_select_indices, start a new cache, or set "
-                    "cache.layers[i].index = None to continue with exact attention"
-                )
+    def _select(self, items: Tensor | None) -> None:
+        self._buffers = None
+        super()._select(items)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check()
-        return {**vars(self), "_buffers": None, "_known": ()}
+        return {**super().__getstate__(), "_buffers": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+
+class IndexedStaticLayer(IndexedLayer, StaticLayer):
+    """A `StaticLayer` with an index of its filled positions. It returns all positions, as a `StaticLayer` does."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values to the next positions, and return all positions; the keys carry the layer."""
+        if torch.compiler.is_compiling():
+            self.index = None  # it would lack the tokens of a compiled model
+            return super().update(key_states, value_states, *args, **kwargs)
+        self._check()
+        self._check_new(key_states, value_states, promotes=False)
+        n, filled = key_states.shape[-2], self.filled
+        if filled + n > self.max_cache_len:
+            raise ValueError(
+                f"cache: {filled} of the {self.max_cache_len} positions of layer {self.number} are filled, and the "
+                f"model brings {n} more; make a StaticCache with a larger max_cache_len, or reset() this one"
+            )
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
         self._remember()
+        return self._carrying(keys), values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens at the end, from the index too; `tokens_to_remove` is negative, as in a `DynamicLayer`."""
+        if not -self.filled <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be from {-self.filled} to 0")
+        self._check()
+        if tokens_to_remove:
+            length: Any = self.cumulative_length  # a tensor, which keeps its address
+            length.add_(tokens_to_remove)
+        self._crop_index()
+
+
+_KINDS: dict[type, type[IndexedLayer]] = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
 
 
 def indexed_layer(cache: Cache, number: int) -> IndexedLayer | None:
@@ -177,8 +270,8 @@ def indexed_layer(cache: Cache, number: int) -> IndexedLayer | None:
     if not 0 <= number < len(cache.layers):
         return None
     layer = cache.layers[number]
-    if type(layer) is DynamicLayer:
-        layer = cache.layers[number] = IndexedLayer.from_layer(layer, number)
+    if type(layer) in _KINDS:
+        layer = cache.layers[number] = _KINDS[type(layer)].from_layer(layer, number)
     return layer if isinstance(layer, IndexedLayer) else None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparing.contract import Projection
+from sparing.transformers.cache import IndexedLayer
 from sparing.transformers.runtime.masks import ModelMask
 from sparing.transformers.state import LayerSettings, LayerState
 
@@ -22,8 +23,10 @@ class ModelCall:
     settings: LayerSettings | None  #: None: exact attention
     tracing: bool  #: torch.compile traces the call
     is_first: bool  #: the layer's state was made for this call, so that `prepare_cache` has not seen its cache
+    layer: IndexedLayer | None  #: of the cache, if sparing can keep an index beside it
+    cached_key: Tensor  #: `key` as the model passed it
     query: Tensor  #: [B, H, n_q, d]
-    key: Tensor  #: [B, H_kv, n_k, d]
+    key: Tensor  #: [B, H_kv, n_k, d], without the empty positions of a static cache
     value: Tensor | Projection  #: [B, H_kv, n_k, e]
     mask: ModelMask
     continues: bool  #: the queries are the newest positions of a longer sequence, which a cache holds

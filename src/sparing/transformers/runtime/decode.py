@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparing.transformers.cache import find_layer
 from sparing.transformers.runtime.call import ModelCall, can_index
 from sparing.transformers.runtime.exact import exact
 
@@ -12,7 +11,7 @@ from sparing.transformers.runtime.exact import exact
 def decode(call: ModelCall) -> Tensor:
     """Run the method from the index of the cache, or exact attention if there is no index that fits the call."""
     query, key, value, settings = call.query, call.key, call.value, call.settings
-    layer = find_layer(call.module, call.state, key, value) if call.may_index else None
+    layer = call.layer if call.may_index else None
     if layer is None or (index := layer.index) is None:
         return exact(call)
     assert isinstance(value, Tensor)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sparing.transformers.cache import find_layer
 from sparing.transformers.runtime import refusals
 from sparing.transformers.runtime.by_name import state_by_name
 from sparing.transformers.runtime.call import ModelCall
 from sparing.transformers.runtime.decode import decode
 from sparing.transformers.runtime.exact import exact
-from sparing.transformers.runtime.masks import mask_function, read_mask
+from sparing.transformers.runtime.masks import cut_mask, mask_function, read_mask
 from sparing.transformers.runtime.prefill import prefill
 from sparing.transformers.runtime.projection import projection, read_projection
 from sparing.transformers.state import CHOSEN, NAME, state_of
@@ -46,16 +47,27 @@ def attention_function(
 
     query: [B, H, n_q, d]. key, value: [B, H_kv, n_k, .]. Signature and names are those of transformers.
     """
-    known, tracing, n_q, n_k = state_of(module), torch.compiler.is_compiling(), query.shape[2], key.shape[2]
+    known, tracing = state_of(module), torch.compiler.is_compiling()
     state = state_by_name(module) if known is None else known
     settings = state.settings
     stays_exact = settings is None or settings.exact
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    layer = None if tracing else find_layer(module, state, key, value)
+    cached_key, n_q, filled = key, query.shape[2], key.shape[2]
+    if layer is not None:
+        filled = layer.filled
+    elif looks_back and 1 < n_q < filled and not stays_exact and (attention_mask is None or attention_mask.ndim == 2):
+        filled = n_q  # a prompt in a static cache that sparing does not follow
+    if filled < key.shape[2]:
+        key, value, attention_mask = key[:, :, :filled], value[:, :, :filled], cut_mask(attention_mask, filled)
+        position_bias = None if position_bias is None else position_bias[..., :filled]
+    n_k = filled
     simplify = looks_back and not stays_exact and not tracing
     mask = read_mask(attention_mask, n_q, n_k, looks_back=looks_back, simplify=simplify)
     call = ModelCall(
-        module=module, state=state, settings=settings, tracing=tracing, is_first=known is None,
-        query=query, key=key, value=read_projection(module, state, value, query) if state.projects else value,
+        module=module, state=state, settings=settings, tracing=tracing, is_first=known is None, layer=layer,
+        cached_key=cached_key, query=query, key=key,
+        value=read_projection(module, state, value, query) if state.projects else value,
         mask=mask, is_causal=is_causal, dropout=dropout, scale=scaling, position_bias=position_bias, others=others,
         continues=(n_q == 1 and n_k > 1) or (n_q < n_k and mask.written_out and not state.cross),
         may_index=looks_back and position_bias is None and not tracing and settings is not None and settings.decodes,

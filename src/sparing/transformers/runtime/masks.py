@@ -102,6 +102,14 @@ def read_mask(mask: Tensor | None, n_q: int, n_k: int, *, looks_back: bool, simp
     return ModelMask(mask, written_out, looks_back and n_q > 1 and not written_out, n_q, n_k)
 
 
+def cut_mask(mask: Tensor | None, filled: int) -> Tensor | None:
+    """Return a mask without the empty positions at the end of a static cache; None if it hides nothing else."""
+    if mask is None or mask.ndim == 2:  # of the queries' own length
+        return mask
+    mask = mask[..., :filled]
+    return None if mask.dtype == torch.bool and mask.shape[-2] == 1 and bool(mask.all()) else mask
+
+
 def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
     """Return the bias with -inf where the mask hides a key; a sum in 16 bits may exceed the lowest number."""
     if mask is None:

@@ -33,13 +33,8 @@ class MethodArguments:
 def run_call(call: ModelCall, past: Past | None = None) -> Tensor:
     """Run the method of the layer on a call of the attention function; return [B, n_q, H, e]."""
     assert call.settings is not None
-    key, value, bias, n_q = call.key, call.value, call.position_bias, call.mask.n_q
-    if call.mask.causal and call.mask.n_k > n_q:  # the prompt in a static cache, whose other entries are empty
-        key, value = key[:, :, :n_q], value[:, :, :n_q] if isinstance(value, Tensor) else value
-        bias = None if bias is None else bias[..., :n_q]
-    given = MethodArguments(
-        call.query, key, value, call.mask.for_door(bias), call.mask.causal, call.scale, call.dropout
-    )
+    mask = call.mask.for_door(call.position_bias)
+    given = MethodArguments(call.query, call.key, call.value, mask, call.mask.causal, call.scale, call.dropout)
     return run_method(call.state, call.settings, given, past).transpose(1, 2).contiguous()
 
 

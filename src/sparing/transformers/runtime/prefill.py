@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparing.index import Index
-from sparing.transformers.cache import IndexedLayer, attach_index, find_layer
+from sparing.transformers.cache import IndexedLayer, attach_index
 from sparing.transformers.runtime.call import ModelCall, can_index
 from sparing.transformers.runtime.exact import exact
 from sparing.transformers.runtime.method import run_call
@@ -17,7 +17,7 @@ def prefill(call: ModelCall) -> Tensor:
     query, key, value, settings = call.query, call.key, call.value, call.settings
     assert isinstance(value, Tensor)
     assert settings is not None
-    layer = find_layer(call.module, call.state, key, value) if call.may_index else None
+    layer = call.layer if call.may_index else None
     index, keep, past = None, None, None
     if (layer is not None or (call.is_first and call.may_index)) and can_index(query, key, value):
         known, keep = call.mask.padding()
@@ -30,7 +30,7 @@ def prefill(call: ModelCall) -> Tensor:
         if layer is not None:
             layer.set_index(index)
         else:
-            attach_index(call.module, key, index)
+            attach_index(call.module, call.cached_key, index)
     return out
 
 

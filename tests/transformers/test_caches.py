@@ -1,0 +1,225 @@
+"""Every kind of cache that people generate with: the same tokens at full budget, the same bits whatever holds them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import sparing
+from sparing.transformers.cache import IndexedStaticLayer
+from tests.support.decoding import COVERING, DTYPES, NEW, SMALL, crop, feed, generate, indices, new_cache, prompt
+from tests.support.model_zoo import build, tokens
+
+KINDS = ["dynamic", "static"]
+MODELS = {"llama": 2, "gpt2": 2, "gemma3": 1}  # and how many layers an index follows
+SMALL_BUDGETS = [SMALL, "window(size=6, sinks=1)"]
+
+
+def counts(handle):
+    return {(layer.steps, layer.covered, layer.exact_calls) for layer in handle.statistics(reset=True).layers}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_of_everything_generates_the_same_tokens(name, kind, padded, dtype):
+    model, given = build(name).to(dtype), prompt(padded=padded)
+    options = {"cache_implementation": None if kind == "dynamic" else kind}
+    wanted = generate(model, given, **options)
+    for spec in COVERING[:2]:
+        with sparing.approximate(model, spec, when="decode") as handle:
+            assert torch.equal(generate(model, given, **options), wanted)
+            assert counts(handle) == {(0, NEW - 1, 1)}
+            assert len(handle.statistics().layers) == MODELS[name]
+            assert torch.equal(generate(model, given, **options, prefill_chunk_size=9), wanted)
+    assert torch.equal(generate(model, given, **options), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("when", ["always", "decode"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("spec", SMALL_BUDGETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_static_and_dynamic_caches_give_the_same_logits(name, spec, padded, when, dtype):
+    """Prompt, a chunk of several tokens and single tokens; the static cache is longer than they need."""
+    model, given = build(name).to(dtype), prompt(80, padded=padded)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    found = {}
+    for kind in KINDS:
+        with sparing.approximate(model, spec, when=when) as handle:
+            cache, logits = new_cache(model, kind), []
+            for a, b in [(0, 50), (50, 58), *((i, i + 1) for i in range(58, 80))]:
+                options = {"attention_mask": mask[:, :b]} if padded else {}
+                logits.append(feed(model, ids[:, a:b], cache, **options))
+            found[kind] = torch.cat(logits, 1)
+            assert counts(handle) == {(23, 0, 0) if when == "always" else (22, 0, 2)}
+            assert sum(index is not None and index.length == 80 for index in indices(cache)) == MODELS[name]
+    valid = mask.bool()
+    torch.testing.assert_close(found["static"][valid], found["dynamic"][valid], rtol=0, atol=1e-5)
+
+
+def test_a_static_cache_is_read_where_it_is():
+    """The index gets views of the cache's own memory, cut to the filled positions."""
+    model, ids = build("llama"), tokens(60)
+    cache = new_cache(model, "static")
+    with sparing.approximate(model, SMALL, when="decode"):
+        feed(model, ids[:, :50], cache)
+        held = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+        seen, advance = [], sparing.Index.advance
+
+        def watched(self, query, key, value, keep):
+            seen.append((key.data_ptr(), value.data_ptr(), key.shape[2], keep))
+            return advance(self, query, key, value, keep)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparing.Index, "advance", watched)
+            feed(model, ids[:, 50:51], cache)
+    assert seen == [(*pointers, 51, None) for pointers in held]
+    assert all(type(layer) is IndexedStaticLayer for layer in cache.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [*SMALL_BUDGETS, COVERING[0]])
+def test_a_cache_that_was_reset_serves_a_second_prompt(spec, kind):
+    model = build("llama")
+    first, second = tokens(60), tokens(60).flip(1)
+
+    def run(cache, ids):
+        logits = [feed(model, ids[:, :40], cache), *(feed(model, ids[:, i : i + 1], cache) for i in range(40, 60))]
+        return torch.cat(logits, 1)
+
+    with sparing.approximate(model, spec) as handle:
+        cache = new_cache(model, kind)
+        run(cache, first)
+        cache.reset()
+        assert indices(cache) == [None, None]
+        found = run(cache, second)
+        assert all(index.length == 60 for index in indices(cache))
+        assert torch.equal(found, run(new_cache(model, kind), second))
+        assert handle.statistics().total.exact_calls == 0
+
+
+def test_a_static_cache_whose_length_was_set_back_serves_a_second_prompt():
+    """Without reset(): the length alone says that the cache is empty."""
+    model = build("llama")
+    with sparing.approximate(model, SMALL):
+        cache = new_cache(model, "static")
+        feed(model, tokens(50), cache)
+        for layer in cache.layers:
+            layer.cumulative_length.zero_()
+        other = tokens(31).flip(1)
+        found = [feed(model, other[:, :30], cache), feed(model, other[:, 30:], cache)]
+        fresh = new_cache(model, "static")
+        wanted = [feed(model, other[:, :30], fresh), feed(model, other[:, 30:], fresh)]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("length", [53, 51, 30])
+def test_a_static_cache_can_be_cropped(length):
+    model, ids = build("llama").double(), tokens(80)
+    found = {}
+    for kind in KINDS:
+        with sparing.approximate(model, SMALL) as handle:
+            cache = new_cache(model, kind)
+            feed(model, ids[:, :50], cache)
+            for i in range(50, 54):
+                feed(model, ids[:, i : i + 1], cache)
+            crop(cache, length)
+            found[kind] = torch.cat([feed(model, ids[:, i : i + 1], cache) for i in range(length, 60)], 1)
+            assert handle.statistics().total.exact_calls == 0
+    torch.testing.assert_close(found["static"], found["dynamic"], rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match=r"tokens_to_remove=-61 must be from -60 to 0"):
+        cache.layers[0].crop(-61)
+
+
+def test_beams_reorder_a_static_cache():
+    model, given = build("llama"), prompt()
+    options = {"num_beams": 3, "cache_implementation": "static"}
+    wanted = generate(model, given, **options)
+    with sparing.approximate(model, COVERING[0], when="decode") as handle:
+        assert torch.equal(generate(model, given, **options), wanted)
+        assert counts(handle) == {(0, NEW - 1, 1)}
+    with sparing.approximate(model, SMALL, when="decode") as handle:
+        grown = generate(model, given, num_beams=3)
+        assert torch.equal(generate(model, given, **options), grown)
+        assert handle.statistics().total.steps == 2 * 2 * (NEW - 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_continues_the_cache_that_generate_returned(name, kind, dtype):
+    model, given, more = build(name).to(dtype), prompt(padded=False), tokens(12).flip(1)
+
+    def talk():
+        cache, text = new_cache(model, kind, 150), given["input_ids"]
+        for _ in range(3):
+            said = generate(model, {"input_ids": text}, past_key_values=cache, return_dict_in_generate=True)
+            cache, text = said.past_key_values, torch.cat([said.sequences, more], 1)
+        return text
+
+    def talk_without():
+        text = given["input_ids"]
+        for _ in range(3):
+            text = torch.cat([generate(model, {"input_ids": text}), more], 1)
+        return text
+
+    wanted = talk_without()
+    with sparing.approximate(model, COVERING[0]) as handle:
+        assert torch.equal(talk(), wanted)
+        assert handle.statistics().total.exact_calls == 0
+    with sparing.approximate(model, SMALL) as handle:
+        talk()
+        assert {layer.exact_calls for layer in handle.statistics().layers} == {0}
+        assert {layer.steps for layer in handle.statistics().layers} == {3 * (NEW - 1) + 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("spec", SMALL_BUDGETS)
+def test_copies_of_a_prompt_answer_several_questions(spec, inference, kind):
+    model, ids, questions = build("llama"), tokens(50), tokens(27).unflatten(1, (3, 9)).unbind(1)
+
+    def answer(cache, question):
+        logits = [
+            feed(model, question[:, :6], cache),
+            *(feed(model, question[:, i : i + 1], cache) for i in range(6, 9)),
+        ]
+        return torch.cat(logits, 1)
+
+    with torch.inference_mode(inference), sparing.approximate(model, spec) as handle:
+        shared = new_cache(model, kind)
+        feed(model, ids, shared)
+        found = [answer(copy.deepcopy(shared), question) for question in questions]
+        assert shared.get_seq_length() == 50
+        for question, logits in zip(questions, found, strict=True):
+            own = new_cache(model, kind)
+            feed(model, ids, own)
+            assert torch.equal(answer(own, question), logits)
+        assert handle.statistics().total.exact_calls == 0
+
+
+def test_layers_that_are_not_approximated_share_a_static_cache():
+    model, ids = build("llama"), tokens(60)
+    plain, mixed = (StaticCache(config=model.config, max_cache_len=70) for _ in range(2))
+    wanted = [feed(model, ids[:, a:b], plain) for a, b in ((0, 50), (50, 55), (55, 56))]
+    with sparing.approximate(model, "window(size=1000)", layers=[1]):
+        found = [feed(model, ids[:, a:b], mixed) for a, b in ((0, 50), (50, 55), (55, 56))]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    torch.testing.assert_close(feed(model, ids[:, 56:57], mixed), feed(model, ids[:, 56:57], plain), rtol=0, atol=1e-5)
+
+
+def test_a_cache_of_an_approximated_model_serves_the_restored_one():
+    model, ids = build("gemma3"), tokens(60)
+    for kind in KINDS:
+        cache, plain = new_cache(model, kind), DynamicCache(config=model.config)
+        with sparing.approximate(model, SMALL, when="decode"):
+            feed(model, ids[:, :50], cache)
+        feed(model, ids[:, :50], plain)
+        wanted = feed(model, ids[:, 50:51], plain)
+        torch.testing.assert_close(feed(model, ids[:, 50:51], cache), wanted, rtol=0, atol=1e-5)
