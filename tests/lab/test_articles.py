@@ -53,7 +53,7 @@ def test_rows_of_bits(tmp_path):
         ("imdb", "test.jsonl.xz", lzma.compress(lines({"text": "x"}))[:-8], r"cannot be unpacked: Compressed file ended"),
         ("aapd", "test.tsv", b"01\tx\nlogic\n", r"test.tsv, line 2 is not a row of 0 and 1, a tab and a text"),
         ("aapd", "test.tsv", b"01\tx\n01\n", r"test.tsv, line 2 is not a row"),
-        ("aapd", "test.tsv", b"01\tx\n011\ty\n", r"test.tsv, line 2 has 3 classes, and line 1 has 2"),
+        ("aapd", "test.tsv", b"01\tx\n011\ty\n", r"test.tsv, line 2 has 3 classes, but line 1 has 2"),
         ("aapd", "test.tsv", b"\n", r"test.tsv holds no text"),
     ],
 )  # fmt: skip

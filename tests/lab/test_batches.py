@@ -41,7 +41,7 @@ def test_processes_share_a_batch_without_gap_or_overlap():
     parts = [batches.part(5, rank, 4) for rank in range(4)]
     assert sorted(number for part in parts for number in part) == sorted(batches.batch(5))
     assert {len(part) for part in parts} == {2}
-    with pytest.raises(ValueError, match="does not divide among 3 processes"):
+    with pytest.raises(ValueError, match="cannot be divided among 3 processes"):
         batches.part(0, 0, 3)
 
 
@@ -56,7 +56,7 @@ def test_rows_are_padded_on_the_right():
     [
         (lambda: Batches(3, 4), "size=4 must be"),
         (lambda: Batches(3, 0), "size=0 must be"),
-        (lambda: Batches(3, 1, lengths=[1]), "1 of them for 3"),
+        (lambda: Batches(3, 1, lengths=[1]), "lengths has 1 entries for 3"),
         (lambda: Batches(3, 1, window=0), "window=0"),
         (lambda: Batches(3, 1).batch(-1), "step=-1"),
     ],

@@ -74,11 +74,11 @@ def test_a_missing_file_is_named_with_its_format_and_source(tmp_path):
     [
         ("SST-2", "text\tlabel\nfine\t1\n", r"dev\.tsv has no column 'sentence'; it has 'text', 'label'"),
         ("SST-2", "sentence\tlabel\nfine\t1\nba", r"dev\.tsv, line 3 has 1 cells, not 2"),
-        ("SST-2", "sentence\tlabel\nfine\tgood\n", r"line 2: 'label' is 'good', none of '0', '1'"),
+        ("SST-2", "sentence\tlabel\nfine\tgood\n", r"line 2: 'label' is 'good'; it must be one of '0', '1'"),
         ("SST-2", "sentence\tlabel\n \t1\n", r"line 2: 'sentence' is empty"),
         ("SST-2", "sentence\tlabel\n", "a header and no rows"),
         ("SST-2", "", "is empty"),
-        ("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: 'score' is 'nan', which is no number"),
+        ("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: 'score' is 'nan', which is not a finite number"),
         ("CoLA", "gj04\t1\tThe sailors.\n", "line 1 has 3 cells, not 4"),
     ],
 )

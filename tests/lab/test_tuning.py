@@ -141,11 +141,11 @@ def test_without_files_sentences_of_help_are_paired(encoder):
     ("options", "said"),
     [
         ({"part": "SST-2"}, r"part='SST-2' needs files"),
-        ({"data": "{folder}"}, r"part: name a task of GLUE, one of CoLA, SST-2"),
+        ({"data": "{folder}"}, r"part is missing: pass a task of GLUE, one of CoLA, SST-2"),
         ({"data": "{folder}", "part": "SST-3"}, r"part='SST-3' is not a task of GLUE"),
         ({"data": "{folder}", "part": "RTE"}, r"RTE needs .*train.tsv"),
         ({"pretrained": "no/such/folder"}, r"pretrained='no/such/folder' cannot be loaded"),
-        ({"pretrained": "smollm2"}, r"pretrained='smollm2' is no encoder"),
+        ({"pretrained": "smollm2"}, r"pretrained='smollm2' is not an encoder"),
         (
             {"frozen": "embedings"},
             r"frozen='embedings': no parameter has 'embedings' in its name; their names contain .*embeddings",
@@ -165,7 +165,7 @@ def test_a_method_without_gradient_is_refused(encoder):
 
 
 def test_part_belongs_to_glue_or_the_hub():
-    with pytest.raises(ValueError, match="part='SST-2' belongs to glue"):
+    with pytest.raises(ValueError, match="part='SST-2' is only for glue"):
         Config("causal", part="SST-2").load()
 
 

@@ -1,1 +1,1 @@
-"""Data sets and tasks to train or measure on."""
+"""Datasets, and the tasks to train and measure models on."""

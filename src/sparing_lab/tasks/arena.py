@@ -1,4 +1,7 @@
-"""The five tasks of the Long Range Arena, from files where there are some, else from what is always there."""
+"""The five tasks of the Long Range Arena (Tay et al. 2021).
+
+Examples come from files if the user gives some. Otherwise they are generated, or come with Python and scikit-learn.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from sparing_lab.tasks import arena_files, listops, pathfinder
 from sparing_lab.tasks.hub import Hub
 from sparing_lab.tasks.trainable import Example, Split, Task
 
-BYTES = 257  #: tokens of texts: padding, then each byte
-TRAIN, VALID = 32_000, 400  #: examples where there is no end of them
-_GREYS = torch.tensor([1, 100, 255], dtype=torch.uint8)  # from there on: the edge of a path, a path, a mark
+BYTES = 257  #: vocabulary of texts: padding, then each byte
+TRAIN, VALID = 32_000, 400  #: number of examples in the splits of generated tasks
+_GREYS = torch.tensor([1, 100, 255], dtype=torch.uint8)  # from these values on: the edge of a path, a path, a mark
 
 
 def text_bytes(text: str | bytes, length: int) -> Tensor:
-    """Numbers from 1 on, at most so many."""
+    """Return the first `length` bytes as tokens from 1 on; 0 is padding."""
     raw = text.encode() if isinstance(text, str) else text
     return torch.tensor(list(raw[:length])) + 1
 
 
 def listops_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
-    """Nested lists of a quarter of the length and more, and what they come to."""
-    if length < 32:  # of shorter ones there are so few that held-out lists are among those that are learned from
+    """Return the task of computing nested lists, each at least a quarter of `length` long."""
+    if length < 32:  # there are so few shorter lists that training and held-out lists would coincide
         raise ValueError(f"max_length={length} is too short for lists; take 32 or more")
 
     def split(name: str, count: int) -> Split:
@@ -39,15 +42,15 @@ def listops_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID)
 
         return Split(count, example)
 
-    return Task(
-        "listops", "own lists", "class", len(listops.WORDS), length, split("train", train), split("valid", valid), 10
-    )
+    splits = split("train", train), split("valid", valid)
+    return Task("listops", "generated lists", "class", len(listops.WORDS), length, *splits, classes=10)
 
 
 def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VALID) -> Task:
-    """Pictures as rows of pixels, one after the other; length: of all of them, a square.
+    """Return the task of deciding whether a path joins two marks in a picture, read pixel by pixel.
 
-    Those with fewer than 32 pixels to a side are easier: the two long paths stand alone, in four greys.
+    length: number of pixels, a square number. Pictures of fewer than 32 x 32 pixels are easier: they have no
+    distractors and four grey levels.
     """
     size = _side(length, least=16)
     small = size < 32
@@ -63,14 +66,15 @@ def pathfinder_task(length: int, seed: int, train: int = TRAIN, valid: int = VAL
         return Split(count, example, [length] * count)
 
     greys = len(_GREYS) + 1 if small else 256
-    return Task("pathfinder", "own pictures", "class", greys, length, split("train", train), split("valid", valid))
+    splits = split("train", train), split("valid", valid)
+    return Task("pathfinder", "generated pictures", "class", greys, length, *splits)
 
 
 def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
-    """The class of a text, byte by byte: help topics against source, or texts of files.
+    """Return the task of classifying texts byte by byte: by default Python's help topics against its source code.
 
-    data: a .jsonl, of which a tenth is held out; or a folder with imdb/train*.jsonl and test*.jsonl, or with
-    train/pos/*.txt, train/neg, test/pos and test/neg, as IMDb comes.
+    data: a .jsonl file, of which a tenth is held out; or a folder with imdb/train*.jsonl and test*.jsonl, or with
+    train/pos/*.txt, train/neg, test/pos and test/neg, as IMDb is distributed.
     """
     _need(length)
     if isinstance(data, Path) and data.is_file():
@@ -82,7 +86,7 @@ def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
     prose, code = (_pieces(texts, length) for texts in (distinct_topics(), python_sources()))
     each = min(len(prose), len(code))
     if each < 20:
-        raise ValueError(f"max_length={length}: {each} pieces of the installed texts are that long; 20 are the least")
+        raise ValueError(f"max_length={length}: the installed texts have {each} such pieces; at least 20 are needed")
     made = [
         Example(text_bytes(text, length), label) for label, texts in enumerate((prose, code)) for text in texts[:each]
     ]
@@ -90,7 +94,10 @@ def bytes_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
 
 
 def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
-    """What a small picture shows, pixel by pixel: an .npz with x_train, y_train, x_test, y_test, or scanned digits."""
+    """Return the task of classifying small pictures pixel by pixel.
+
+    data: an .npz file with x_train, y_train, x_test and y_test; by default scikit-learn's scanned digits.
+    """
     if isinstance(data, Hub):
         name, arrays = data.name, arena_files.pictures(data)
     elif data is not None:
@@ -100,10 +107,10 @@ def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
-                "the usual pictures come with scikit-learn; run: pip install 'sparing[train]', or name an .npz file"
+                "the default pictures come with scikit-learn; run: pip install 'sparing[train]', or pass an .npz file"
             ) from None
         name, digits = "scanned digits", load_digits()
-        images = torch.tensor(digits.images * 15).long()  # 16 levels and none to 240
+        images = torch.tensor(digits.images * 15).long()  # levels 0 to 16 become 0 to 240
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         images, answers = images[order], torch.tensor(digits.target)[order]
         cut = len(images) * 5 // 6
@@ -121,10 +128,11 @@ def pixels_task(length: int, seed: int, data: Path | Hub | None = None) -> Task:
 def retrieval_task(
     length: int, seed: int, data: Path | Hub | None = None, train: int = TRAIN, valid: int = VALID
 ) -> Task:
-    """Whether two texts belong together: rows of a .tsv with label, text and text, or pieces of the same text.
+    """Return the task of deciding whether two texts belong together.
 
-    Without rows, texts are Python's help topics and the modules of its library. Half of the pairs that do not belong
-    together are prose beside code: telling these apart answers three of four.
+    data: a .tsv file with label, text and text in each row. By default, texts belong together if they are pieces of
+    the same help topic or module of Python. Half of the pairs that do not belong together are prose and code, so
+    telling prose from code is enough for an accuracy of 75 %.
     """
     _need(length)
     if data is not None:
@@ -155,7 +163,7 @@ def retrieval_task(
 
         return Split(count, example)
 
-    # Texts are split, not pairs: nothing of a text that is asked about was seen before.
+    # Texts are split, not pairs: no piece of a held-out text is seen in training.
     held = [kind[::5] for kind in (prose, code)]
     seen = [[text for number, text in enumerate(kind) if number % 5] for kind in (prose, code)]
     return Task(
@@ -174,7 +182,7 @@ def _texts(rows: arena_files.Texts, length: int) -> list[Example]:
 
 
 def _pieces(texts: Sequence[str], length: int) -> list[str]:
-    """Each once: texts share paragraphs."""
+    """Return the distinct pieces of the texts: texts share paragraphs."""
     found = (text[at : at + length] for text in texts for at in range(0, len(text) - length + 1, length))
     return list(dict.fromkeys(found))
 
@@ -184,9 +192,9 @@ def _listed(made: list[Example]) -> Split:
 
 
 def _split(made: list[Example], seed: int) -> tuple[Split, Split]:
-    """Nine of ten to learn from, at most 2,000 to try."""
+    """Return a training split and a held-out split of a tenth of the examples, at most 2,000."""
     if len(made) < 20:
-        raise ValueError(f"data: {len(made)} examples are too few to learn from; 20 are the least")
+        raise ValueError(f"data: {len(made)} examples are too few to train on; at least 20 are needed")
     order = list(made)
     Random(f"split {seed}").shuffle(order)
     cut = len(order) - min(len(order) // 10, 2000)
@@ -197,14 +205,14 @@ def _side(length: int, *, least: int = 8) -> int:
     side = round(length**0.5)
     if side * side != length or side < least:
         raise ValueError(
-            f"max_length={length} is not that of a square picture with {least} pixels to a side or more; take "
-            f"{least**2}, 1024 or another square"
+            f"max_length={length} is not the size of a square picture of at least {least} x {least} pixels; take "
+            f"{least**2}, 1024 or another square number"
         )
     return side
 
 
 def _resized(pictures: Tensor, side: int) -> Tensor:
-    """[N, h, w] of 0 to 255 -> [N, side * side], by the mean of what falls into a pixel, or by repetition."""
+    """Resize [N, h, w] of 0 to 255 to [N, side * side], by the mean over the area of each pixel."""
     resize: Callable[..., Tensor] = torch.nn.functional.interpolate
     found = resize(pictures[:, None].float(), size=(side, side), mode="area")
     return found.round().long().flatten(1)

@@ -1,4 +1,4 @@
-"""Files and datasets of the Long Range Arena's kind: texts with classes, pictures, pairs of texts."""
+"""Read the data of the Long Range Arena's tasks from files or the hub: texts with classes, pictures, pairs of texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Texts = list[tuple[str | bytes, int]]
 
 
 def reviews(data: Path | Hub, part: str) -> Texts:
-    """Texts with their classes. part: train or test."""
+    """Return texts with their classes; part: "train" or "test"."""
     if isinstance(data, Hub):
         rows = data.rows(("train",) if part == "train" else ("test", "validation"), (("text", "sentence"), ("label",)))
         return [(text, int(label)) for text, label in rows]
@@ -26,7 +26,7 @@ def reviews(data: Path | Hub, part: str) -> Texts:
 
 
 def lines(path: Path) -> Texts:
-    """Of a .jsonl."""
+    """Return the texts of a .jsonl file with their classes."""
     found = articles.json_lines(path)
     assert found.labels is not None
     return [(text, int(label)) for text, label in zip(found.texts, found.labels, strict=True)]
@@ -43,7 +43,7 @@ def _folders(folder: Path) -> Texts:
 
 
 def arrays(data: Path) -> tuple[str, dict[str, Any]]:
-    """The name of the file, and its pictures and labels: x_train, y_train, x_test, y_test."""
+    """Return the name of an .npz file, and its pictures and labels: x_train, y_train, x_test, y_test."""
     import numpy
 
     path = _first(data, "cifar10", "*.npz", "pictures: x_train, y_train, x_test, y_test")
@@ -61,14 +61,14 @@ def arrays(data: Path) -> tuple[str, dict[str, Any]]:
     for part in ("train", "test"):
         pictures, labels = held[f"x_{part}"], held[f"y_{part}"]
         if not len(pictures) or labels.shape != (len(pictures),):
-            raise ValueError(f"data: {path}: x_{part} has {len(pictures)} pictures, and y_{part} labels {labels.shape}")
+            raise ValueError(f"data: {path}: x_{part} has {len(pictures)} pictures, y_{part} has shape {labels.shape}")
         if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > held["y_train"].max():
-            raise ValueError(f"data: {path}: y_{part} must be whole numbers from 0 on, and none above those of y_train")
+            raise ValueError(f"data: {path}: y_{part} must be integers from 0 to the largest of y_train")
     return path.name, held
 
 
 def pictures(data: Hub) -> dict[str, Any]:
-    """Pictures of the hub, in grey."""
+    """Return the pictures of a dataset of the hub in grey, with their labels."""
     import numpy
 
     found = {}
@@ -80,7 +80,7 @@ def pictures(data: Hub) -> dict[str, Any]:
 
 
 def pairs(data: Path | Hub) -> tuple[Any, ...]:
-    """The name of the data, then rows to learn from and rows to try, or all rows."""
+    """Return the name of the data, then training rows and held-out rows, or all rows if they are not split."""
     if isinstance(data, Hub):
         return data.name, data.rows(("train",), (("label",), ("text1", "sentence1"), ("text2", "sentence2")))
     path = _first(data, "aan", "*.tsv*", "pairs: a label (0 or 1), a text and a text in each row")
@@ -93,7 +93,7 @@ def pairs(data: Path | Hub) -> tuple[Any, ...]:
         return path.parent.name, _pairs(train[0]), _pairs(held[0])
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"data: {path.parent} has {names}; name one, or have 'train' and 'eval' in the names of two")
+        raise ValueError(f"data: {path.parent} has {names}; pass one, or have 'train' and 'eval' in the names of two")
     return path.name, _pairs(path)
 
 
@@ -106,14 +106,14 @@ def _pairs(path: Path) -> list[tuple[Any, ...]]:
         if len(cells) < 3 or cells[0].strip() not in ("0", "1", "0.0", "1.0") or not all(map(str.strip, cells[-2:])):
             raise ValueError(f"data: {path}, line {number} is not a label (0 or 1), a tab, a text, a tab and a text")
         found.append((int(float(cells[0])), cells[-2], cells[-1]))
-    return list(dict.fromkeys(found))  # a row that stands there twice would be held out and learned
+    return list(dict.fromkeys(found))  # a row that occurs twice could be in both splits
 
 
 def _first(data: Path, folder: str, pattern: str, form: str) -> Path:
-    """The file itself, or the first in a folder of datasets."""
+    """Return `data` if it is a file, else the first file that matches in its sub-folder."""
     if data.is_file():
         return data
     found = sorted((data / folder).glob(pattern))
     if not found:
-        raise ValueError(f"data: there is no {data / folder / pattern}, which would hold {form}")
+        raise ValueError(f"data: there is no {data / folder / pattern}, which should hold {form}")
     return found[0]

@@ -1,4 +1,4 @@
-"""Long documents with classes, from files in DIR/imdb, DIR/hyperpartisan and DIR/aapd."""
+"""Read long documents with classes from files in FOLDER/imdb, FOLDER/hyperpartisan and FOLDER/aapd."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from sparing.documents import Documents, decoded, read
 
 @dataclass(frozen=True)
 class Collection:
-    """What a collection's file holds, and where it comes from."""
+    """A collection of documents: the names and the format of its file, and where to get it."""
 
     name: str  #: of its folder
     title: str  #: in the paper's table
-    names: tuple[str, ...]  #: of files, as patterns, the best first
-    form: str
-    source: str
+    names: tuple[str, ...]  #: patterns of file names, in order of preference
+    form: str  #: the format of the file, in words
+    source: str  #: where the paper got it from
     load: Callable[[Path], Documents]
     multiple: bool = False  #: whether a document has several classes
 
     def path(self, data: Path) -> Path | None:
-        """Its file in a folder with datasets; of several that fit, the first by name."""
+        """Return its file in a folder of datasets, or None; the first by name if several match."""
         found = (sorted((data / self.name).glob(pattern)) for pattern in self.names)
         return next((paths[0] for paths in found if paths), None)
 
 
 def json_lines(path: Path) -> Documents:
-    """Labels are 0 or 1."""
+    """Return the documents of a .jsonl file whose labels are 0 or 1."""
     found = read([path], label="label", allowed=("0", "1"))
     assert found.labels is not None
     return Documents(found.name, found.texts, tuple(map(int, found.labels)), found.empty)
 
 
 def _bits(path: Path) -> Documents:
-    """Each line has a 0 or 1 for each class, a tab, and a text; labels are tuples of these numbers."""
+    """Return the documents of a file with a 0 or 1 for each class, a tab and a text on each line; labels are tuples."""
     texts: list[str] = []
     labels: list[tuple[int, ...]] = []
     for number, line in enumerate(decoded(path).split("\n"), 1):
@@ -45,7 +45,7 @@ def _bits(path: Path) -> Documents:
         if not tab or not text.strip() or not marks or set(marks) - set("01"):
             raise ValueError(f"data: {path}, line {number} is not a row of 0 and 1, a tab and a text")
         if labels and len(marks) != len(labels[0]):
-            raise ValueError(f"data: {path}, line {number} has {len(marks)} classes, and line 1 has {len(labels[0])}")
+            raise ValueError(f"data: {path}, line {number} has {len(marks)} classes, but line 1 has {len(labels[0])}")
         texts.append(text.strip())
         labels.append(tuple(map(int, marks)))
     if not texts:
@@ -79,12 +79,12 @@ COLLECTIONS = {
 
 
 def given(data: Path) -> list[Collection]:
-    """Those whose files are in the folder."""
+    """Return the collections whose files are in the folder."""
     return [each for each in COLLECTIONS.values() if each.path(data) is not None]
 
 
 def load(collection: Collection, data: Path | None) -> Documents:
-    """Its documents, with their labels."""
+    """Return the documents of a collection, with their labels."""
     path = None if data is None else collection.path(data)
     if path is None:
         wanted = Path("DATA" if data is None else data) / collection.name / collection.names[0].replace("*", "")

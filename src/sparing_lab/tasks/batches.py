@@ -1,4 +1,4 @@
-"""Which examples make up which batch: the same for a seed, wherever training starts and whoever asks."""
+"""Choose the examples of each batch by the seed and the step alone, and pad them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 class Batches:
     """Batches of example numbers, epoch after epoch; each epoch has every example once, but for an incomplete batch.
 
-    A batch depends on the seed and its step alone, so that training that was stopped goes on with the next one, and
-    processes that share a batch need not tell each other.
+    A batch depends on the seed and its step alone, so that a stopped training run resumes with the next one, and
+    processes that share a batch need not communicate.
 
-    lengths: of the examples. Examples of like length go together, so that little is padding: each run of `window`
-    batches is sorted, then batches are shuffled. None: they are not known, or all the same.
+    lengths: those of the examples, or None if they are not known or all the same. Examples of similar length are
+    batched together to reduce padding: the examples of each `window` batches are sorted, then batches are shuffled.
     """
 
     def __init__(
         self, count: int, size: int, *, seed: int = 0, lengths: Sequence[int] | None = None, window: int = 32
     ) -> None:
         if not 1 <= size <= count:
-            raise ValueError(f"size={size} must be at least 1, and at most the {count} examples that there are")
+            raise ValueError(f"size={size} must be between 1 and the number of examples, {count}")
         if lengths is not None and len(lengths) != count:
-            raise ValueError(f"lengths: {len(lengths)} of them for {count} examples")
+            raise ValueError(f"lengths has {len(lengths)} entries for {count} examples")
         if window < 1:
             raise ValueError(f"window={window} must be at least 1")
         self.count, self.size, self.seed, self.lengths, self.window = count, size, seed, lengths, window
@@ -34,20 +34,20 @@ class Batches:
 
     @property
     def in_epoch(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches in an epoch."""
         return self.count // self.size
 
     def batch(self, step: int) -> list[int]:
-        """The examples of a step, which counts from 0 over all epochs."""
+        """Return the examples of a step; steps count from 0 over all epochs."""
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
         epoch, number = divmod(step, self.in_epoch)
         return self._epoch(epoch)[number]
 
     def part(self, step: int, rank: int, ranks: int) -> list[int]:
-        """What one of several processes does of a step: every `ranks`-th example."""
+        """Return the examples of a step that one of several processes trains on: every `ranks`-th one."""
         if self.size % ranks:
-            raise ValueError(f"size={self.size} does not divide among {ranks} processes; choose a multiple of {ranks}")
+            raise ValueError(f"size={self.size} cannot be divided among {ranks} processes; take a multiple of {ranks}")
         return self.batch(step)[rank::ranks]
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
@@ -68,7 +68,7 @@ class Batches:
 
 
 def padded(rows: Sequence[Tensor], *, padding: int = 0, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Tokens [B, n] and a mask that is True where there are any; n: of the longest row, rounded up to a multiple.
+    """Return tokens [B, n] and a mask that is True at them; n is the longest length, rounded up to a multiple.
 
     >>> padded([torch.tensor([5, 6, 7]), torch.tensor([8])])
     (tensor([[5, 6, 7],

@@ -1,4 +1,4 @@
-"""The tasks of GLUE (Wang et al. 2018), from the files of its site: DIR/glue/TASK/dev.tsv or DIR/TASK/dev.tsv."""
+"""Read the tasks of GLUE (Wang et al. 2018) from its files: FOLDER/glue/TASK/dev.tsv or FOLDER/TASK/dev.tsv."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ENTAILS = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Task:
-    """What a task's file holds, and what its score is."""
+    """A task of GLUE: the columns of its file, its classes and its metrics."""
 
     name: str
     text: str  #: the column of the text
-    pair: str | None  #: that of a second one
+    pair: str | None  #: the column of the second text
     label: str
-    metrics: tuple[str, ...]  #: names of `measure.metrics`, the first being the one that is quoted
-    classes: tuple[str, ...] = ("0", "1")  #: the labels, in the order of their classes; none: the label is a score
-    header: tuple[str, ...] | None = None  #: of a file that has none
-    folder: str = ""  #: where it is not the name
+    metrics: tuple[str, ...]  #: names in `sparing.workbench.metrics`, the one that is reported first
+    classes: tuple[str, ...] = ("0", "1")  #: the labels in the order of their classes; empty if the label is a score
+    header: tuple[str, ...] | None = None  #: the columns of a file without a header
+    folder: str = ""  #: the folder, if it is not called like the task
     dev: str = "dev.tsv"
 
     def path(self, data: Path, split: str = "dev") -> Path:
-        """Its file in a folder with datasets, whether it is there or not."""
+        """Return the path of its file in a folder of datasets, whether or not it exists."""
         name = self.dev if split == "dev" else f"{split}.tsv"
         folders = [top / (self.folder or self.name) for top in (data / "glue", data)]
         places = [folder / f"{name}{end}" for folder in folders for end in ("", ".xz", ".gz")]
@@ -62,12 +62,12 @@ TASKS = {
 
 
 def given(data: Path) -> list[Task]:
-    """The tasks whose development sets are in the folder."""
+    """Return the tasks whose development sets are in the folder."""
     return [task for task in TASKS.values() if task.path(data).is_file()]
 
 
 def read(task: Task, data: Path | None, split: str = "dev", *, most: int | None = None) -> Documents:
-    """The documents of a task, the first `most`; labels are words, or scores where a task has no classes."""
+    """Return the first `most` documents of a task; labels are words, or scores if the task has no classes."""
     path = task.path(Path("DATA") if data is None else data, split)
     named = [name for name in (task.text, task.pair, task.label) if name is not None]
     form = "no header, columns " + ", ".join(task.header) if task.header else "columns " + ", ".join(map(repr, named))
@@ -109,21 +109,21 @@ def _label(label: str, task: Task, path: Path, number: int) -> Any:
     if task.classes:
         if label not in task.classes:
             known = ", ".join(map(repr, task.classes))
-            raise ValueError(f"data: {path}, line {number}: {task.label!r} is {label!r}, none of {known}")
+            raise ValueError(f"data: {path}, line {number}: {task.label!r} is {label!r}; it must be one of {known}")
         return label
     try:
         score = float(label)
     except ValueError:
         score = math.nan
     if not math.isfinite(score):
-        raise ValueError(f"data: {path}, line {number}: {task.label!r} is {label!r}, which is no number")
+        raise ValueError(f"data: {path}, line {number}: {task.label!r} is {label!r}, which is not a finite number")
     return score
 
 
 def classes_of(task: Task, config: Any) -> dict[str, float]:
-    """The class of each label, by the names that a model's config gives its classes.
+    """Return the class of each label, by the names of the classes in a model's config.
 
-    A config that does not name them (LABEL_0, ...) is taken to have them in the order of `Task.classes`.
+    A config without such names (LABEL_0, ...) is assumed to have the order of `Task.classes`.
     """
     known = {str(name).lower(): float(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
     if all(word in known for word in task.classes):
@@ -132,9 +132,9 @@ def classes_of(task: Task, config: Any) -> dict[str, float]:
 
 
 def task_of(name: str, config: Any, tasks: Sequence[Task]) -> Task:
-    """Which of the tasks a classifier was made for: by its config's `finetuning_task`, by its name, or by its classes.
+    """Return the task that a classifier is for, by `finetuning_task` in its config, its name or its classes.
 
-    name: of the model or its folder, which may end as textattack's do: bert-base-uncased-SST-2.
+    name: that of the model or its folder, which may end with the task: bert-base-uncased-SST-2.
     """
     told = str(getattr(config, "finetuning_task", None) or "")
     for word in (told, name):

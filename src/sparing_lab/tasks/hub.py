@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub by name, through its `datasets` library, which takes folders of files, too."""
+"""Load datasets of the Hugging Face hub, or of a local folder, with the `datasets` library."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PREFIX = "hub:"
 
 @dataclass(frozen=True)
 class Hub:
-    """A dataset by its name, and the part of it where it has several."""
+    """A dataset on the hub: its name, and the configuration if it has several."""
 
     name: str
     part: str | None = None
 
     def rows(self, splits: Sequence[str], columns: Sequence[Sequence[str]]) -> list[tuple[Any, ...]]:
-        """Of the first of these splits that there is.
+        """Return the rows of the first of `splits` that exists.
 
-        columns: for each value, the names that it may have, the first that is there being taken.
+        columns: for each value of a row, the names that its column may have; the first that exists is read.
         """
         held = self._load()
         split = next((name for name in splits if name in held), None)
@@ -46,7 +46,7 @@ class Hub:
             raise ModuleNotFoundError("datasets is missing; run: pip install 'sparing[hub]'") from None
         try:
             return load_dataset(self.name, self.part)
-        except Exception as error:  # no network, no such name, files of another form
+        except Exception as error:  # no network, no such name, files in another format
             raise ValueError(f"data: {self} cannot be loaded: {first_line(error)}") from None
 
     def __str__(self) -> str:

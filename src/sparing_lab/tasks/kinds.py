@@ -1,4 +1,4 @@
-"""The tasks that a model can be trained on, by name."""
+"""The tasks of `sparing train`, by name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Source = Path | Hub | None
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known about a task before its examples are made."""
+    """A task that `sparing train` knows by name, before its examples are loaded."""
 
-    length: int  #: of examples, usually
-    about: str
-    data: str  #: what files it takes
-    make: Callable[..., Task]  #: of length, seed, source, part and pretrained
-    tuned: bool = False  #: whether it trains a pretrained model on
+    length: int  #: default length of examples
+    about: str  #: what is predicted
+    data: str  #: what --data may be
+    make: Callable[..., Task]  #: called with length, seed, source, part and pretrained
+    tuned: bool = False  #: whether it fine-tunes a pretrained model
 
     def load(self, *, length: int, seed: int, data: str | None, part: str | None, pretrained: str | None) -> Task:
-        """Its examples."""
+        """Load the examples of the task."""
         source = _source(data, part)
         return self.make(length=length, seed=seed, source=source, part=part, pretrained=pretrained)
 
@@ -42,7 +42,7 @@ def _source(data: str | None, part: str | None) -> Source:
 def _from_files(make: Callable[..., Task]) -> Callable[..., Task]:
     def load(*, length: int, seed: int, source: Source, part: str | None, pretrained: str | None) -> Task:
         if part is not None and not isinstance(source, Hub):
-            raise ValueError(f"part={part!r} belongs to glue, or to a dataset of the hub")
+            raise ValueError(f"part={part!r} is only for glue, or for a dataset of the hub")
         return make(length, seed, source)
 
     return load
@@ -51,7 +51,7 @@ def _from_files(make: Callable[..., Task]) -> Callable[..., Task]:
 def _generated(make: Callable[..., Task]) -> Callable[..., Task]:
     def load(length: int, seed: int, source: Source) -> Task:
         if source is not None:
-            raise ValueError(f"data: {make.__name__.removesuffix('_task')} makes its own examples; leave it out")
+            raise ValueError(f"data: {make.__name__.removesuffix('_task')} generates its examples; leave data out")
         return make(length, seed)
 
     return _from_files(load)
@@ -73,9 +73,9 @@ def _texts(data: Path) -> list[Path]:
     return found
 
 
-_OWN, _TEXT = "none: it makes its own", "text files, or a folder of them"
+_OWN, _TEXT = "none: generated", "text files, or a folder of them"
 KINDS = {
-    "listops": Kind(256, "what nested lists of digits come to", _OWN, _generated(arena.listops_task)),
+    "listops": Kind(256, "the value of nested lists of digits", _OWN, _generated(arena.listops_task)),
     "pathfinder": Kind(1024, "whether a path joins two marks", _OWN, _generated(arena.pathfinder_task)),
     "bytes": Kind(512, "the class of a text, byte by byte", "a .jsonl, or imdb/", _from_files(arena.bytes_task)),
     "pixels": Kind(64, "what a picture shows, pixel by pixel", "an .npz", _from_files(arena.pixels_task)),

@@ -1,4 +1,4 @@
-"""Text without labels: what comes next, what is hidden, which part was first."""
+"""Language modelling on bytes: predict the next byte, hidden bytes, or the order of two parts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sparing.sample_text import distinct_topics
 from sparing_lab.tasks.hub import Hub
 from sparing_lab.tasks.trainable import Example, Objective, Split, Task
 
-BYTES = 260  #: padding, [MASK], [CLS], [SEP], then each byte
+BYTES = 260  #: the vocabulary: padding, [MASK], [CLS], [SEP], then each byte
 MASK, START, STOP = 1, 2, 3
 _FIRST = 4
-HIDDEN = 0.15  #: share of the tokens that are asked for
-VALID = 256  #: pieces to try it on at most
-_ORDERED = 2**14  # tokens of those whose order is asked for: short ones are more, as each asks once
+HIDDEN = 0.15  #: share of the tokens that are predicted
+VALID = 256  #: held-out pieces at most
+_ORDERED = 2**14  # held-out tokens of "order" at least: each piece has one order, so short pieces must be many
 
 
 def causal_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
-    """What the next byte is."""
+    """Return the task of predicting the next byte."""
     return _task("causal", "next", length, seed, data)
 
 
 def masked_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
-    """What the hidden bytes are."""
+    """Return the task of predicting hidden bytes."""
     return _task("masked", "masked", length, seed, data)
 
 
 def order_task(length: int, seed: int, data: Sequence[Path] | Hub | None = None) -> Task:
-    """What the hidden bytes are, and whether two neighbouring parts stand in their order, as YOSO was pretrained."""
+    """Return the task of predicting hidden bytes and whether two parts are in order, as YOSO was pretrained."""
     return _task("order", "order", length, seed, data)
 
 
@@ -55,12 +55,14 @@ def _task(name: str, objective: Objective, length: int, seed: int, data: Sequenc
 
 
 def _held_out(texts: Sequence[str], length: int) -> tuple[bytes, bytes]:
-    """One twentieth to try it on, in whole pieces from all over the text, and the rest."""
+    """Return a twentieth of the text as held-out bytes, in pieces spread over all of it, and the rest."""
     raw = "\n\n".join(texts).encode()
     piece = max(4 * length, 4096)
     pieces = [raw[start : start + piece] for start in range(0, len(raw), piece)]
     if len(pieces) < 4:
-        raise ValueError(f"data: {len(raw)} bytes are too few for length={length}; {3 * piece + 1} are the least")
+        raise ValueError(
+            f"data: {len(raw)} bytes are too few for max_length={length}; it takes {3 * piece + 1} or more"
+        )
     every = min(20, len(pieces))
     held = [part for number, part in enumerate(pieces) if number % every == every // 2]
     seen = [part for number, part in enumerate(pieces) if number % every != every // 2]
@@ -68,7 +70,7 @@ def _held_out(texts: Sequence[str], length: int) -> tuple[bytes, bytes]:
 
 
 def _split(raw: bytes, objective: Objective, length: int, seed: int, *, held: bool) -> Split:
-    """Pieces from random places to learn from; evenly spread ones to try it on."""
+    """Return pieces from random places for training, or evenly spread ones if held out."""
     numbers = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() + _FIRST
     room = len(numbers) - length
     most = max(VALID, _ORDERED // length) if objective == "order" else VALID
@@ -85,7 +87,7 @@ def _split(raw: bytes, objective: Objective, length: int, seed: int, *, held: bo
 
 
 def _ordered(piece: Tensor, random: Random) -> Example:
-    """[CLS] a [SEP] b [SEP], in their order (0) or the other way round (1)."""
+    """Return [CLS] a [SEP] b [SEP] with label 0, or [CLS] b [SEP] a [SEP] with label 1."""
     cut = random.randint(len(piece) // 3, 2 * len(piece) // 3)
     one, two = piece[:cut], piece[cut:]
     turned = random.random() < 0.5
@@ -97,13 +99,13 @@ def _ordered(piece: Tensor, random: Random) -> Example:
 
 
 def hide(tokens: Tensor, task: Task, random: torch.Generator, share: float = HIDDEN) -> tuple[Tensor, Tensor]:
-    """Tokens [B, n] with some hidden, and which: of these 80 % are masked, 10 % are others, 10 % stay, as in BERT."""
+    """Return tokens [B, n] with some hidden (80 % masked, 10 % replaced, 10 % kept, as in BERT), and which."""
     special = torch.zeros_like(tokens, dtype=torch.bool)
     for each in task.special:
         special |= tokens == each
     drawn = torch.rand(tokens.shape, generator=random).masked_fill(special, 2)
     asked = drawn < share
-    asked |= ~asked.any(-1, keepdim=True) & (drawn == drawn.amin(-1, keepdim=True)) & ~special  # one at the least
+    asked |= ~asked.any(-1, keepdim=True) & (drawn == drawn.amin(-1, keepdim=True)) & ~special  # at least one
     how = torch.rand(tokens.shape, generator=random)
     lowest = max(*task.special, task.mask or 0) + 1
     others = torch.randint(lowest, task.vocabulary, tokens.shape, generator=random)

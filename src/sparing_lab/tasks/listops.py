@@ -1,7 +1,7 @@
-"""ListOps as the Long Range Arena has it: nested lists of digits, and what they come to.
+"""ListOps as in the Long Range Arena: nested lists of digits, and their values.
 
-`[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. Own generator after the rules of Nangia and Bowman (2018) and of Tay et al. (2021):
-minimum, maximum, median and the sum modulo ten, of two to ten arguments, on ten levels; the last has digits only.
+`[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. This generator follows the rules of Nangia and Bowman (2018) and Tay et al. (2021):
+minimum, maximum, median and sum modulo ten, each of two to ten arguments, on ten levels, the last of digits only.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
-WORDS = ("<pad>", *(str(digit) for digit in range(10)), *(f"[{name}" for name in OPERATORS), "]")  #: by their numbers
-CHANCE = 0.1  #: ten answers; a model that knows only how often each occurs does a little better
+WORDS = ("<pad>", *(str(digit) for digit in range(10)), *(f"[{name}" for name in OPERATORS), "]")  #: by token
+CHANCE = 0.1  #: for ten answers; they are not quite equally frequent
 _NESTED = 0.25  # probability that an argument is a list
 _NUMBERS = {word: number for number, word in enumerate(WORDS)}
 
 
 def expression(random: Random, *, depth: int = 10, arguments: int = 10, most: int = 2000) -> list[str] | None:
-    """The words of one list; None where it would have more than `most`."""
+    """Return the words of a random list, or None if it has more than `most`."""
     words: list[str] = []
 
     def add(level: int) -> bool:
@@ -35,9 +35,9 @@ def expression(random: Random, *, depth: int = 10, arguments: int = 10, most: in
 def examples(
     seed: int | str, *, least: int = 500, most: int = 2000, depth: int = 10, arguments: int = 10
 ) -> Iterator[list[str]]:
-    """Lists of so many words, one after the other without end, the same for the same seed."""
+    """Yield lists of `least` to `most` words without end, the same for the same seed."""
     if not 4 <= least <= most:
-        raise ValueError(f"least={least}, most={most}: the words of a list are at least 4, and least is not above most")
+        raise ValueError(f"least={least}, most={most}: least must be at least 4, and at most `most`")
     if depth < 2 or arguments < 2:
         raise ValueError(f"depth={depth} must be at least 2, arguments={arguments} at least 2")
     if least > arguments ** min(depth - 1, 8):
@@ -50,7 +50,7 @@ def examples(
 
 
 def value(words: Sequence[str]) -> int:
-    """What a list comes to.
+    """Return the value of a list.
 
     >>> value("[MAX 2 9 [MIN 4 7 ] 0 ]".split())
     9
@@ -69,7 +69,7 @@ def value(words: Sequence[str]) -> int:
         else:
             open_lists[-1].append(int(word))
     if names or len(open_lists[0]) != 1:
-        raise ValueError("words: not one whole list")
+        raise ValueError("words: not exactly one complete list")
     return open_lists[0][0]
 
 
@@ -89,5 +89,5 @@ def _apply(name: str, numbers: list[int]) -> int:
 
 
 def numbers(words: Sequence[str]) -> list[int]:
-    """Of the words, in `WORDS`."""
+    """Return the tokens of the words: their positions in `WORDS`."""
     return [_NUMBERS[word] for word in words]

@@ -1,4 +1,4 @@
-"""A BERT encoder that reads long documents as Longformer does: within a window, and with a global first token."""
+"""Turn a BERT encoder into a Longformer: attention within a window, and a global first token."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _COPIED = (
 
 
 def from_bert(subject: Subject, *, window: int, length: int) -> Subject:
-    """A Longformer with the weights of a BERT encoder, which it gives for documents that fit into the window.
+    """Return a Longformer with the weights of a BERT encoder; on documents within the window both give the same.
 
-    A token sees window / 2 neighbours to either side and the first token, which sees and is seen by all. The layers
-    of the global token are copies of the others. Positions beyond BERT's repeat its own, as in Longformer.
+    A token sees window / 2 neighbours to either side and the first token, which sees and is seen by all. The linear
+    layers of the global token are copies of the others. Positions beyond BERT's repeat its own, as in Longformer.
     """
     from transformers import BertModel, LongformerConfig
 
@@ -39,7 +39,7 @@ def from_bert(subject: Subject, *, window: int, length: int) -> Subject:
     model = _first_global()(config, add_pooling_layer=False).eval()
     weights = {name: weight for name, weight in bert.state_dict().items() if not name.startswith("pooler.")}
     rows = weights["embeddings.position_embeddings.weight"]
-    reserved = rows.new_zeros(padding + 1, rows.shape[1])  # positions are counted from behind the padding's
+    reserved = rows.new_zeros(padding + 1, rows.shape[1])  # positions count from the one after the padding's
     weights["embeddings.position_embeddings.weight"] = torch.cat([reserved, rows])
     for name in list(weights):
         part = name.rsplit(".", 2)
@@ -51,11 +51,11 @@ def from_bert(subject: Subject, *, window: int, length: int) -> Subject:
 
 
 def _first_global() -> Any:
-    """The class, made when it is asked for: transformers takes its time."""
+    """Return the class; defined inside a function because importing transformers is slow."""
     from transformers import LongformerModel
 
     class FirstGlobal(LongformerModel):
-        """Longformer whose first token is global unless somebody says otherwise, as its classifiers have it."""
+        """Longformer whose first token is global by default, as in its classifiers."""
 
         def forward(
             self, input_ids: Tensor | None = None, global_attention_mask: Tensor | None = None, **given: Any

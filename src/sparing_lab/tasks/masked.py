@@ -1,4 +1,4 @@
-"""Masked language modelling: examples with hidden words, and how many of these a model gets wrong."""
+"""Masked language modelling with a pretrained model: examples with hidden tokens, and the model's error on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sparing.models import first_line
 
-HIDDEN = 0.15  #: of the tokens; of these 80 % become the mask, 10 % another token, 10 % stay (Devlin et al. 2019)
-NONE = -100  #: in place of the token where nothing is asked
+HIDDEN = 0.15  #: share of the tokens; 80 % of these are masked, 10 % replaced, 10 % kept (Devlin et al. 2019)
+NONE = -100  #: label of tokens that are not predicted
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """A masked language model and its tokenizer: a local folder, or a name on the hub."""
+    """Load a masked language model and its tokenizer from a local folder or by a name on the hub."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -29,16 +29,16 @@ def load(name: str) -> tuple[Any, Any]:
         raise ValueError(f"model: {name} cannot be loaded as a masked language model: {first_line(error)}") from None
     if info["missing_keys"]:
         raise ValueError(
-            f"model: {name} has no weights for {min(info['missing_keys'])}; it is no masked language model"
+            f"model: {name} has no weights for {min(info['missing_keys'])}; it is not a masked language model"
         )
     return model.eval(), tokenizer
 
 
 def examples(texts: Sequence[str], tokenizer: Any, *, length: int, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs [count, length], and [count, length] the tokens that were hidden, `NONE` elsewhere.
+    """Return inputs [count, length], and labels [count, length]: the hidden tokens, `NONE` elsewhere.
 
-    The texts stand one after the other, each ended by the separator, and are cut into full pieces between the
-    special tokens, as RoBERTa's were (Liu et al. 2019).
+    The texts are joined by the separator and cut into pieces that fill the length, with special tokens around each,
+    as for RoBERTa (Liu et al. 2019).
     """
     room = length - tokenizer.num_special_tokens_to_add()
     ids: list[int] = []
@@ -54,7 +54,7 @@ def examples(texts: Sequence[str], tokenizer: Any, *, length: int, count: int, s
 
 
 def hide(ids: Tensor, tokenizer: Any, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Of token ids [documents, n]: with some of them hidden, and what these were."""
+    """Return token ids [documents, n] with some of them hidden, and the labels: what these were."""
     random = torch.Generator().manual_seed(seed)
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     chosen = (torch.rand(ids.shape, generator=random) < HIDDEN) & ~special
@@ -67,7 +67,7 @@ def hide(ids: Tensor, tokenizer: Any, *, seed: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def wrong(model: Any, inputs: Tensor, hidden: Tensor) -> float:
-    """The share of the hidden tokens that the model does not put first."""
+    """Return the share of the hidden tokens that are not the model's first choice."""
     asked = missed = 0
     for ids, tokens in zip(inputs, hidden, strict=True):
         at = tokens != NONE

@@ -1,8 +1,8 @@
 """Pathfinder: two dots in an image of dashed paths. Does one path join them?
 
-Own generator after the description of Linsley et al. (2018) and the 32 x 32 images of the Long Range Arena (Tay et al.
-2021). Images of both classes hold two long paths and some short ones; either the dots are the ends of one long path, or
-each is an end of another.
+This generator follows the description of Linsley et al. (2018) and the 32 x 32 images of the Long Range Arena (Tay et
+al. 2021). Images of both classes have two long paths and some short distractors. The dots are either the two ends of
+one long path, or one end of each.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _MARGIN = 1.5  # pixels to the edge
 _APART = 3.2  # pixels between paths, and between parts of one that are not neighbours
 _BEND = 0.18  # radians per pixel
 _DASH, _GAP = 3, 2  # pixels
-_TRIES = 200  # of a path
-_STARTS = 50  # of a picture
+_TRIES = 200  # to draw a path
+_STARTS = 50  # to draw a picture
 
 
 class Picture(NamedTuple):
-    """One example."""
+    """A picture, and whether a path joins its two dots."""
 
     pixels: Tensor  #: [size, size] uint8
     joined: bool
 
 
 def pictures(seed: int | str, *, size: int = 32, length: int = 20, distractors: int = 4) -> Iterator[Picture]:
-    """Pictures without end, the same for the same seed.
+    """Yield pictures without end, the same for the same seed.
 
-    length: of the two long paths, in pixels; a third of it: that of the distractors.
+    length: that of the two long paths, in pixels. Distractors have a third of it.
     """
     if size < 16 or not 6 <= length <= size or distractors < 0:
         raise ValueError(
-            f"size={size}, length={length}, distractors={distractors}: a picture has at least 16 pixels to a side, its "
-            "paths at least 6 and no more than a side, and no negative number of distractors"
+            f"size={size}, length={length}, distractors={distractors}: size must be at least 16, length "
+            "between 6 and size, and distractors not negative"
         )
     random = Random(f"pathfinder {seed}")
     failed = 0
@@ -61,7 +61,7 @@ def _picture(random: Random, size: int, length: int, distractors: int) -> Pictur
     for wanted in (length, length, *[max(length // 3, 4)] * distractors):
         found = next((path for _ in range(_TRIES) if (path := _path(random, size, wanted, taken)) is not None), None)
         if found is None:
-            return None  # no room left: another start
+            return None  # no room left: start another picture
         paths.append(found)
         taken |= {pixel for point in found for pixel in _around(point, _APART, size)}
     joined = random.random() < 0.5
@@ -80,7 +80,7 @@ def _picture(random: Random, size: int, length: int, distractors: int) -> Pictur
 
 
 def _path(random: Random, size: int, length: int, taken: Set[tuple[int, int]]) -> list[Point] | None:
-    """Points one pixel apart, on a curve that keeps away from others, from itself and from the edge."""
+    """Return points one pixel apart, on a curve that keeps away from others, from itself and from the edge, or None."""
     y, x = (random.uniform(_MARGIN, size - 1 - _MARGIN) for _ in range(2))
     heading = random.uniform(0, 2 * math.pi)
     path: list[Point] = []
@@ -96,7 +96,7 @@ def _path(random: Random, size: int, length: int, taken: Set[tuple[int, int]]) -
 
 
 def _around(point: Point, distance: float, size: int) -> list[tuple[int, int]]:
-    """The pixels that are no farther."""
+    """Return the pixels within a distance of a point."""
     rows, columns = (
         range(max(0, math.ceil(middle - distance)), min(size - 1, math.floor(middle + distance)) + 1)
         for middle in point
@@ -105,7 +105,7 @@ def _around(point: Point, distance: float, size: int) -> list[tuple[int, int]]:
 
 
 def _splat(pixels: Tensor, point: Point, light: float) -> None:
-    """Share light among the four pixels around a point; none gets darker."""
+    """Add light to the four pixels around a point; none gets darker."""
     top, left = math.floor(point[0]), math.floor(point[1])
     for y, x in ((top, left), (top, left + 1), (top + 1, left), (top + 1, left + 1)):
         share = max(0.0, 1 - abs(point[0] - y)) * max(0.0, 1 - abs(point[1] - x))

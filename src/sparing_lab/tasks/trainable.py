@@ -1,4 +1,4 @@
-"""What can be trained on: examples by their numbers, and what a model is asked about them."""
+"""The records of a task: examples by number, their splits, and what is predicted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-#: "class": of a text; "score": a number; "pair": the class of two texts that are read apart; "next": the token after
-#: each; "masked": hidden tokens; "order": these, and whether two parts stand in their order.
+#: What is predicted. "class": the class of a text; "score": a number; "pair": the class of two texts that are encoded
+#: separately; "next": the next token; "masked": hidden tokens; "order": hidden tokens, and the order of two parts.
 Objective = Literal["class", "score", "pair", "next", "masked", "order"]
 
 
 class Example(NamedTuple):
-    """One text, as numbers."""
+    """One text as tokens, with its label."""
 
     tokens: Tensor  #: [n]
     label: float = 0  #: a class, or a score
@@ -26,11 +26,11 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Examples that are made or read when somebody asks for them; the same number gives the same example."""
+    """Examples that are made or read on demand; the same number gives the same example."""
 
     count: int
     example: Callable[[int], Example]
-    lengths: Sequence[int] | None = None  #: of the examples, where these are known
+    lengths: Sequence[int] | None = None  #: those of the examples, if known
 
     def __len__(self) -> int:
         return self.count
@@ -43,26 +43,26 @@ class Split:
 
 @dataclass(frozen=True)
 class Task:
-    """Examples to learn from and examples to try it on."""
+    """Training and held-out examples, and how predictions on them are scored."""
 
     name: str
     data: str  #: where the examples come from
     objective: Objective
     vocabulary: int
-    length: int  #: of the longest example
+    length: int  #: that of the longest example
     train: Split
     valid: Split
     classes: int = 2
     mask: int | None = None  #: the token that hides others, for "masked" and "order"
-    special: tuple[int, ...] = (0,)  #: tokens that are never hidden or asked for: padding and marks
-    padding: int = 0  #: the token behind the end of shorter examples
-    judged: str = ""  #: a metric of `measure.metrics`, where it is not the objective's usual one
-    part: str = ""  #: which of several tasks of one name
+    special: tuple[int, ...] = (0,)  #: tokens that are never hidden or predicted: padding and separators
+    padding: int = 0  #: the token that pads shorter examples
+    judged: str = ""  #: a metric of `sparing.workbench.metrics`, if not the default of the objective
+    part: str = ""  #: the task of GLUE
     labels: tuple[str, ...] = ()  #: names of the classes
 
     @property
     def metric(self) -> str:
-        """What a trained model is judged by."""
+        """Return the name of the metric that scores a trained model."""
         return self.judged or ("accuracy" if self.objective in ("class", "pair") else "perplexity")
 
     @property
@@ -70,7 +70,7 @@ class Task:
         return self.objective == "next"
 
     def chance(self) -> float:
-        """The metric of a model that has learned nothing but how often each answer occurs where it is tried."""
+        """Return the metric of a model that knows only how frequent each answer is in the held-out examples."""
         if self.metric == "perplexity":
             counts = torch.zeros(self.vocabulary, dtype=torch.float64)
             for number in range(len(self.valid)):
@@ -83,7 +83,7 @@ class Task:
         return self.commonest()
 
     def fingerprint(self) -> str:
-        """Of how many examples there are, and of some of them: other files give another one."""
+        """Return a hash of the number of examples and of some of them; other files give another one."""
         read = hashlib.sha256(repr((self.vocabulary, self.classes, self.length)).encode())
         for split in (self.train, self.valid):
             read.update(str(len(split)).encode())
@@ -94,6 +94,6 @@ class Task:
         return read.hexdigest()[:16]
 
     def commonest(self) -> float:
-        """The share of the most frequent label."""
+        """Return the share of the most frequent held-out label."""
         labels = [self.valid[number].label for number in range(len(self.valid))]
         return max(labels.count(label) for label in set(labels)) / len(labels)

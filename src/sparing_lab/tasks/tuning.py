@@ -1,4 +1,4 @@
-"""The tasks of GLUE for a pretrained model, read by its own tokenizer."""
+"""The tasks of GLUE for fine-tuning a pretrained model, encoded by its own tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sparing_lab.tasks import glue
 from sparing_lab.tasks.hub import Hub
 from sparing_lab.tasks.trainable import Example, Split, Task
 
-USUAL = "minilm"  #: the model
-OWN = glue.Task("pairs", "one", "two", "label", ("accuracy",), ("apart", "next"))  #: where there are no files
+USUAL = "minilm"  #: the default model
+OWN = glue.Task("pairs", "one", "two", "label", ("accuracy",), ("apart", "next"))  #: the task without files
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Texts, their pairs where there are some, and what is asked about them."""
+    """Texts, the second texts of pairs if there are any, and labels."""
 
     texts: Sequence[str]
     pairs: Sequence[str] | None
@@ -32,7 +32,7 @@ class LabelledTexts:
 
 
 def glue_task(*, length: int, seed: int, source: Path | Hub | None, part: str | None, pretrained: str | None) -> Task:
-    """A task of GLUE by its name; without files: whether one sentence of Python's help follows another."""
+    """Return a task of GLUE by its name; without `source`, whether one sentence of Python's help follows another."""
     if length < 8:
         raise ValueError(f"max_length={length} is too short for sentences; take 8 or more")
     tokenizer = tokenizer_of(pretrained or USUAL)
@@ -50,13 +50,13 @@ def glue_task(*, length: int, seed: int, source: Path | Hub | None, part: str | 
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(name: str) -> Any:
-    """Of a folder, a name on the hub, or a preset."""
+    """Load the tokenizer of a folder, a name on the hub or the default model."""
     from transformers import AutoTokenizer
 
     if name == USUAL:
         return AutoTokenizer.from_pretrained(weights_folder())
     if name in PRESETS:
-        raise ValueError(f"pretrained={name!r} is no encoder; name {USUAL}, a folder or a name on the hub")
+        raise ValueError(f"pretrained={name!r} is not an encoder; pass {USUAL}, a folder or a name on the hub")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever is wrong with the files
@@ -66,11 +66,11 @@ def tokenizer_of(name: str) -> Any:
 def _read(source: Path | Hub | None, part: str | None, seed: int) -> tuple[glue.Task, LabelledTexts, LabelledTexts]:
     if source is None:
         if part is not None:
-            raise ValueError(f"part={part!r} needs files: name a folder with glue/{part}/train.tsv by data")
+            raise ValueError(f"part={part!r} needs files: pass a folder with glue/{part}/train.tsv as data")
         return OWN, *_own(seed)
     if part is None:
         names = ", ".join(task.name for task in glue.TASKS.values())
-        raise ValueError(f"part: name a task of GLUE, one of {names}")
+        raise ValueError(f"part is missing: pass a task of GLUE, one of {names}")
     found = {task.name.lower(): task for task in glue.TASKS.values()}.get(part.lower())
     if found is None:
         raise ValueError(f"part={part!r} is not a task of GLUE; there are {', '.join(glue.TASKS)}")
@@ -92,11 +92,11 @@ _SECOND = {"question": "sentence", "question1": "question2", "premise": "hypothe
 
 
 def _of_hub(task: glue.Task, source: Hub, split: str) -> LabelledTexts:
-    """As the hub has GLUE: a part for each task, labels that are numbers already."""
+    """Read GLUE from the hub: a configuration for each task, labels that are numbers, -1 if missing."""
     part = {"mnli-mm": "mnli"}.get(task.name.lower(), task.name.lower().replace("-", ""))
     matched = "validation_mismatched" if task.name == "MNLI-mm" else "validation_matched"
     splits = ("train",) if split == "train" else ("validation", matched)
-    first = ("question",) if task.name == "QNLI" else _FIRST  # which has a sentence, too
+    first = ("question",) if task.name == "QNLI" else _FIRST  # QNLI's "sentence" is its second text
     second = () if task.pair is None else ([tuple(_SECOND.values())] if task.name != "QNLI" else [("sentence",)])
     rows = [row for row in Hub(source.name, part).rows(splits, [first, *second, ("label",)]) if row[-1] != -1]
     texts, *pairs, labels = zip(*rows, strict=True)
@@ -104,7 +104,7 @@ def _of_hub(task: glue.Task, source: Hub, split: str) -> LabelledTexts:
 
 
 def _own(seed: int) -> tuple[LabelledTexts, LabelledTexts]:
-    """Each sentence with the one behind it (1) or with another one (0); the last sixth is held out."""
+    """Return each sentence with the next one (1) or a random one (0); the last sixth is held out."""
     sentences = list(dict.fromkeys(python_sentences()))
     random = Random(f"pairs {seed}")
 

@@ -195,7 +195,7 @@ def test_text_without_articles_is_refused(tmp_path):
 
 
 def test_the_paper_s_scale_names_its_model_and_lengths_and_wants_its_text(tmp_path):
-    with pytest.raises(ValueError, match=r"wants WikiText-2, FOLDER/wikitext2/valid\.txt"):
+    with pytest.raises(ValueError, match=r"needs WikiText-2, FOLDER/wikitext2/valid\.txt"):
         study(NAME).cells(Settings("paper"))
     (tmp_path / "wikitext2").mkdir()
     (tmp_path / "wikitext2" / "valid.txt").write_text(TEXT)
