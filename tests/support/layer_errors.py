@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 import sparing
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing.workbench.comparison.quality import ErrorObserver, LayerError
 
 
 @torch.no_grad()
-def layer_error(spec: str, seen: Seen, *, seeds: Sequence[int] = (0,)) -> LayerError:
+def layer_error(spec: str, seen: ObservedCall, *, seeds: Sequence[int] = (0,)) -> LayerError:
     """Return the errors of a method on one call, means over the seeds of a stochastic method."""
     method = sparing.method(spec)
     observer = ErrorObserver(method)

@@ -27,7 +27,7 @@ _ATTRIBUTE = "_sparing"
 _HEADS = 2**16  # random streams per layer, more than any layer has heads
 
 
-class Seen(NamedTuple):
+class ObservedCall(NamedTuple):
     """One call of a layer: what `sparing.attention(query, key, value, **call)` would run."""
 
     layer: str
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
     @property
     def projected(self) -> Tensor:
-        """The projected values."""
+        """Return the projected values."""
         return self.value.project(self.key.shape[1]) if isinstance(self.value, Projection) else self.value
 
 
@@ -52,7 +52,7 @@ class LayerSettings:
     when: str = "always"  #: one of `recipe.WHEN`
     from_config: bool = False  #: read from the config's recipe, and not set by `approximate()`
     tally: Tally = field(default_factory=Tally)
-    observer: Callable[[Seen], None] | None = None  #: gets every call, which then runs exact attention
+    observer: Callable[[ObservedCall], None] | None = None  #: gets every call, which then runs exact attention
     exact: bool = field(init=False)  #: the method is exact attention
 
     def __post_init__(self) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from sparing.contract import Method
 from sparing.transformers.arguments import What
 from sparing.transformers.handle import Handle, approximate
-from sparing.transformers.state import Seen, state_of
+from sparing.transformers.state import ObservedCall, state_of
 
-__all__ = ["Seen", "is_approximated", "record_calls", "rehearse", "swapped"]
+__all__ = ["ObservedCall", "approximate_prompts", "is_approximated", "observe_calls", "record_calls"]
 
 
 def is_approximated(model: nn.Module) -> bool:
@@ -23,7 +23,7 @@ def is_approximated(model: nn.Module) -> bool:
     return any(state.active and state.settings is not None and not state.settings.exact for state in states)
 
 
-def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
+def approximate_prompts(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
     """Approximate a model for a measurement: prompts only, and without the warning about further training."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*needs further training")
@@ -31,12 +31,14 @@ def swapped(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
 
 
 @contextmanager
-def rehearse(model: nn.Module, what: str | Method, see: Callable[[Seen], None], *, seed: int = 0) -> Iterator[None]:
+def observe_calls(
+    model: nn.Module, what: str | Method, see: Callable[[ObservedCall], None], *, seed: int = 0
+) -> Iterator[None]:
     """Pass every call that would be approximated to `see`, while the model stays exact.
 
     Only prompts and other calls without a cache are passed. Raises where `approximate` would.
     """
-    with swapped(model, what, seed=seed) as handle:
+    with approximate_prompts(model, what, seed=seed) as handle:
         for settings in handle._settings.values():
             settings.observer = see
         yield
@@ -45,12 +47,12 @@ def rehearse(model: nn.Module, what: str | Method, see: Callable[[Seen], None], 
 @torch.no_grad()
 def record_calls(
     model: nn.Module, what: str | Method, run: Callable[[], object], *, seed: int = 0
-) -> list[Seen]:  # fmt: skip
+) -> list[ObservedCall]:  # fmt: skip
     """Run the exact model by `run()` and return the calls that `what` would approximate, in their order.
 
     A method that works on the value layer, such as "monte_carlo", records each value as a `Projection`.
     """
-    calls: list[Seen] = []
-    with rehearse(model, what, calls.append, seed=seed):
+    calls: list[ObservedCall] = []
+    with observe_calls(model, what, calls.append, seed=seed):
         run()
     return calls

@@ -12,17 +12,17 @@ from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.functional import attention
 from sparing.models import Subject
-from sparing.transformers.watch import Seen, record_calls
+from sparing.transformers.watch import ObservedCall, record_calls
 
 Side = Callable[[], object]
 
 
-def samples_values(method: Method, seen: Seen) -> bool:
+def samples_values(method: Method, seen: ObservedCall) -> bool:
     """Return whether the method also does the work of the value layer, so that exact attention must do it, too."""
     return method.supports.projection and isinstance(seen.value, Projection)
 
 
-def exact_side(seen: Seen, *, with_values: bool) -> Side:
+def exact_side(seen: ObservedCall, *, with_values: bool) -> Side:
     """Return a call of SDPA; with_values: include the value layer."""
     mask, ready = seen.call["attn_mask"], seen.projected
     return lambda: scaled_dot_product_attention(
@@ -32,14 +32,14 @@ def exact_side(seen: Seen, *, with_values: bool) -> Side:
     )  # fmt: skip
 
 
-def method_side(seen: Seen, method: Method) -> Side:
+def method_side(seen: ObservedCall, method: Method) -> Side:
     """Return a call of the method on the same inputs."""
     value = seen.value if samples_values(method, seen) else seen.projected
     call = {**seen.call, "method": method}
     return lambda: attention(seen.query, seen.key, value, **call)
 
 
-def middle_calls(subject: Subject, rows: Sequence[Tensor], specs: Sequence[str]) -> list[Seen]:
+def middle_calls(subject: Subject, rows: Sequence[Tensor], specs: Sequence[str]) -> list[ObservedCall]:
     """Return the call of the middle layer for each document [n], among layers that can run one of the methods."""
     # A method that works on the value layer records that layer's input, from which all others can be served.
     for spec in sorted(specs, key=lambda spec: not _method(spec).supports.projection):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparing.models import Subject, load, minilm
 from sparing.models.preset import Preset
-from sparing.transformers.watch import Seen, record_calls
+from sparing.transformers.watch import ObservedCall, record_calls
 
 
 @functools.lru_cache(maxsize=1)
@@ -29,7 +29,7 @@ def untrained(found: Subject, *, seed: int = 0, layers: int | None = None) -> Su
         return Subject(f"{found.name}, untrained", type(found.model)(config).eval(), found.tokenizer)
 
 
-def encoder_layers(model: nn.Module, input_ids: Tensor) -> list[Seen]:
+def encoder_layers(model: nn.Module, input_ids: Tensor) -> list[ObservedCall]:
     """Run the model on token ids [1, n] and return what each layer is given; the values as a `Projection`."""
     found = record_calls(model, "monte_carlo", lambda: model(input_ids=input_ids))
     if any(seen.call["is_causal"] or seen.call["attn_mask"] is not None for seen in found):
@@ -38,7 +38,7 @@ def encoder_layers(model: nn.Module, input_ids: Tensor) -> list[Seen]:
 
 
 @functools.lru_cache(maxsize=8)
-def topic_layers(name: str, n: int) -> list[Seen]:
+def topic_layers(name: str, n: int) -> list[ObservedCall]:
     """Return what each layer of an encoder is given for the first n tokens of a help topic."""
     found = loaded(name)
     ids = minilm.token_ids(Preset(found.model, found.tokenizer), length=n, documents=1)

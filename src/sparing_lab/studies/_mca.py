@@ -19,7 +19,7 @@ from sparing.models import Subject, load
 from sparing.sample_text import python_sentences
 from sparing.transformers.find import find
 from sparing.transformers.statistics import LayerStatistics
-from sparing.transformers.watch import swapped
+from sparing.transformers.watch import approximate_prompts
 from sparing.workbench.metrics import End, scores
 from sparing.workbench.outputs import Digest, digest, embedding, end_of
 from sparing_lab.studies.study import Settings
@@ -182,7 +182,7 @@ class Problem:
         for length, numbers in sorted(by_length.items()):
             method = chosen(length)
             what = dict.fromkeys(places, method) if method is not None else None
-            with nullcontext() if what is None else swapped(self.subject.model, what, seed=None) as handle:
+            with nullcontext() if what is None else approximate_prompts(self.subject.model, what, seed=None) as handle:
                 for start in range(0, len(numbers), _TOGETHER):
                     some = numbers[start : start + _TOGETHER]
                     kinds = None if types is None else [types[number] for number in some]

@@ -11,20 +11,20 @@ from sparing.contract import Projection
 from sparing.draws import Draws
 from sparing.functional import attention, inspect
 from sparing.methods.monte_carlo.sampling import Lists, draw_features, feature_law, mean_square_error, sampled_product
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing_lab.studies.rows import Row
 
 DELTAS = (0.5, 0.1, 0.01)  #: probabilities of eq. 11
 GAUSSIAN = "gaussian"
 
 
-def gaussian(n: int, *, heads: int = 4, width: int = 32, features: int = 384) -> Seen:
+def gaussian(n: int, *, heads: int = 4, width: int = 32, features: int = 384) -> ObservedCall:
     """Return normal numbers: logits of unit spread, tokens without anything in common."""
     random = torch.Generator().manual_seed(n)
     q, k = torch.randn(2, 1, heads, n, width, generator=random).unbind(0)
     x = torch.randn(1, n, features, generator=random)
     weight = torch.randn(heads * width, features, generator=random) / math.sqrt(features)
-    return Seen(GAUSSIAN, q, k, Projection(x, weight, None), {})
+    return ObservedCall(GAUSSIAN, q, k, Projection(x, weight, None), {})
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparing.methods.monte_carlo.method import MonteCarlo
 from sparing.models import Subject
 from sparing.transformers.find import find
-from sparing.transformers.watch import swapped
+from sparing.transformers.watch import approximate_prompts
 from sparing.workbench.metrics import scores
 from sparing.workbench.outputs import Digest, digest, end_of, nearest
 from sparing_lab.studies._mca import ProjectionWork
@@ -32,7 +32,7 @@ def run(
     for number, ids in enumerate(rows):
         seen = visible_keys(subject, len(ids))
         alpha = method.alpha * len(ids) / seen if visible else method.alpha
-        with swapped(subject.model, replace(method, alpha=alpha), seed=seed * len(rows) + number) as handle:
+        with approximate_prompts(subject.model, replace(method, alpha=alpha), seed=seed * len(rows) + number) as handle:
             found.append(digest(subject, ids, subject.run(ids)))
             work = _work(subject, handle.statistics().total, len(ids))
         total = work if total is None else {name: total[name] + work[name] for name in work}

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparing.contract import method
 from sparing.functional import attention, inspect
 from sparing.models import Subject
-from sparing.transformers.watch import Seen, rehearse
+from sparing.transformers.watch import ObservedCall, observe_calls
 from sparing_lab.figure import PAPER, line, style
 from sparing_lab.papers import numbers
 from sparing_lab.studies.judges import Criterion, Judge, at_least, each
@@ -239,8 +239,8 @@ def built(found: Subject, ids: Tensor, keys: int, *, rows: int, layers: int) -> 
     errors: list[float] = []
     queries = 0
     most, least, off = 0, math.inf, 0.0
-    calls: list[Seen] = []
-    with rehearse(found.model, f"value_aware(keys={keys})", calls.append):
+    calls: list[ObservedCall] = []
+    with observe_calls(found.model, f"value_aware(keys={keys})", calls.append):
         found.run(ids)
     step = max(1, len(calls) // layers)
     random = torch.Generator().manual_seed(0)

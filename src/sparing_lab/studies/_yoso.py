@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.documents import default
-from sparing.transformers.watch import Seen, rehearse
+from sparing.transformers.watch import ObservedCall, observe_calls
 from sparing_lab.studies._layers import loaded
 from sparing_lab.studies.study import Settings
 
@@ -29,7 +29,7 @@ def text() -> tuple[str, str]:
 
 
 @lru_cache(maxsize=1)
-def layers(name: str, length: int) -> tuple[Seen, ...]:
+def layers(name: str, length: int) -> tuple[ObservedCall, ...]:
     """Return what each attention layer of the model is given for the first `length` tokens of the text."""
     model = loaded(name)
     if model.positions is not None and length > model.positions:
@@ -37,13 +37,13 @@ def layers(name: str, length: int) -> tuple[Seen, ...]:
     (ids,), _ = model.encode([text()[0][: _CHARACTERS * length]], length)
     if len(ids) < length:
         raise ValueError(f"the text has only {len(ids)} tokens of {name}, and the study needs {length}")
-    found: list[Seen] = []
-    with torch.no_grad(), rehearse(model.model, "yoso", found.append):
+    found: list[ObservedCall] = []
+    with torch.no_grad(), observe_calls(model.model, "yoso", found.append):
         model.run(ids)
     return tuple(found)
 
 
-def spread(items: tuple[Seen, ...], count: int) -> list[tuple[int, Seen]]:
+def spread(items: tuple[ObservedCall, ...], count: int) -> list[tuple[int, ObservedCall]]:
     """Return so many of the items, from the first to the last, with their numbers."""
     chosen = torch.linspace(0, len(items) - 1, min(count, len(items))).round().int().tolist()
     return [(number, items[number]) for number in chosen]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparing.contract import Projection
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing_lab.figure import Figure, line, log_ticks, panels, style
 from sparing_lab.studies._layers import topic_layers
 from sparing_lab.studies._mca_bounds import DELTAS, GAUSSIAN, gaussian, row_error, token_error, worst
@@ -57,7 +57,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return row_error(layer.query, layer.key, layer.value, cell["alpha"], cell["samples"], cell["draws"])
 
 
-def _layer(source: str, which: str, n: int) -> Seen:
+def _layer(source: str, which: str, n: int) -> ObservedCall:
     """Without the bias, which is exact and would only hide how large an error is."""
     if source == GAUSSIAN:
         return gaussian(n)

@@ -13,7 +13,7 @@ from sparing import models as subject
 from sparing import sample_text as text
 from sparing.documents import Documents
 from sparing.functional import attention
-from sparing.transformers.watch import Seen, rehearse
+from sparing.transformers.watch import ObservedCall, observe_calls
 from sparing_lab.figure import PAPER, Figure, legend_below, panels, style
 from sparing_lab.papers import numbers
 from sparing_lab.studies._layers import loaded, untrained
@@ -87,7 +87,7 @@ def outputs(found: subject.Subject, ids: Tensor) -> list[Tensor]:
     kept: list[Tensor] = []
     seen: list[str] = []
 
-    def see(call: Seen) -> None:
+    def see(call: ObservedCall) -> None:
         seen.append(call.layer)
         if len(seen) == LAYER:
             given = {name: value for name, value in call.call.items() if name != "method"}
@@ -97,7 +97,7 @@ def outputs(found: subject.Subject, ids: Tensor) -> list[Tensor]:
     for each in ids:
         seen.clear()
         try:
-            with rehearse(found.model, "top_keys", see):
+            with observe_calls(found.model, "top_keys", see):
                 found.run(each)
         except _EnoughError:
             pass

@@ -15,7 +15,7 @@ from typing import Any
 from sparing import documents
 from sparing import models as subject
 from sparing.documents import Documents
-from sparing.transformers.watch import swapped
+from sparing.transformers.watch import approximate_prompts
 from sparing.workbench.comparison.quality import quality
 from sparing_lab.figure import Figure, legend_below, panels
 from sparing_lab.studies import _value_aware as oracles
@@ -104,7 +104,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     if cell["kind"] == "masked":
         found = _masked(cell["model"])
         inputs, hidden = masked.examples(texts, found.tokenizer, length=length, count=count)
-        with swapped(found.model, cell["spec"], seed=cell["seed"]) as handle:
+        with approximate_prompts(found.model, cell["spec"], seed=cell["seed"]) as handle:
             value = 100 * masked.wrong(found.model, inputs, hidden)
             return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
     found = loaded(cell["model"])
@@ -115,7 +115,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
         got = quality(found, list(ids), cell["spec"], seed=cell["seed"])
         cosine = sum(end["cosine"] for end in got.ends) / len(got.ends)
         return {"value": 1 - cosine, "error": sum(got.errors) / len(got.errors), "read": got.keys_read}
-    with swapped(found.model, cell["spec"], seed=cell["seed"]) as handle:
+    with approximate_prompts(found.model, cell["spec"], seed=cell["seed"]) as handle:
         value = float(perplexity(found.model, ids).log().mean().exp())
         return {"value": value, "error": None, "read": handle.statistics().total.keys_read}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparing.functional import attention
 from sparing.maths.dense import divide_rows
 from sparing.maths.linalg import unit_rows
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing_lab.figure import Figure, line, log_ticks, style
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
 from sparing_lab.studies.judges import Judge, at_least, exponent, falls
@@ -47,25 +47,25 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-def matrices(seen: Seen, hashes: int | None, seed: int = 0) -> Tensor:
+def matrices(seen: ObservedCall, hashes: int | None, seed: int = 0) -> Tensor:
     """Return B of eq. 5 [B, H, n, n], as attention to unit vectors; None: its expectation."""
     spec = "yoso(expectation=True, normalize=none)" if hashes is None else f"yoso(hashes={hashes}, normalize=none)"
     return attention(seen.query, seen.key, _eye(seen), **{**seen.call, "method": spec, "seed": seed})
 
 
-def softmax(seen: Seen, *, unit: bool) -> Tensor:
+def softmax(seen: ObservedCall, *, unit: bool) -> Tensor:
     """Return the matrix of softmax: the model's own, or that of unit queries and keys at YOSO's temperature."""
     q, k = (unit_rows(x, 1e-12) if unit else x for x in (seen.query, seen.key))
     bits = (seen.key.shape[-2] - 1).bit_length()  # log2 of the length, rounded up, as yoso takes it
     return attention(q, k, _eye(seen), **{**seen.call, "method": "exact", **({"scale": float(bits)} if unit else {})})
 
 
-def _eye(seen: Seen) -> Tensor:
+def _eye(seen: ObservedCall) -> Tensor:
     return torch.eye(seen.key.shape[-2]).expand(*seen.key.shape[:2], -1, -1)
 
 
 @torch.no_grad()
-def compare(seen: Seen, draws: int) -> list[Row]:
+def compare(seen: ObservedCall, draws: int) -> list[Row]:
     """Return means over the heads and the draws, for each number of hashes; None stands for the expectation."""
     wanted, soft, own = matrices(seen, None), softmax(seen, unit=True), softmax(seen, unit=False)
     rows: list[Row] = []
@@ -89,7 +89,7 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _pictures(seen: Seen, head: int) -> dict[str, list[str]]:
+def _pictures(seen: ObservedCall, head: int) -> dict[str, list[str]]:
     """Grey levels: a row of hexadecimal bytes for each query, the square root of the weight / the largest."""
     found = {"own": softmax(seen, unit=False), "softmax": softmax(seen, unit=True), "E": matrices(seen, None)}
     found |= {f"YOSO-{m}": matrices(seen, m) for m in SHOWN}

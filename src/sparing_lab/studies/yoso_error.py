@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparing.functional import attention
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing.workbench.benchmark.workload import AttentionInputs, clustered
 from sparing_lab.figure import Figure, legend_below, line, log_ticks, panels
 from sparing_lab.studies._yoso import layers, models, relative, spread, text
@@ -56,14 +56,14 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return errors(calls, cell["hashes"], cell["draws"], cell["bits"])
 
 
-def _seen(settings: Settings, cell: Cell) -> tuple[Seen, ...]:
+def _seen(settings: Settings, cell: Cell) -> tuple[ObservedCall, ...]:
     """A causal model is run once: what its layers see of a text's first tokens does not depend on the others."""
     if cell["data"] == "smollm2":
         return layers(cell["data"], max(LENGTHS["smollm2"] if settings.small else PAPER_LENGTHS))
     return layers(cell["data"], cell["length"])
 
 
-def synthetic(data: str, length: int) -> Seen:
+def synthetic(data: str, length: int) -> ObservedCall:
     """Return tokens in 16 topics, whose similarity does not depend on the length, or independent normal numbers."""
     if data == "clustered":
         inputs = clustered(1, HEADS, length, WIDTH)
@@ -71,11 +71,11 @@ def synthetic(data: str, length: int) -> Seen:
         random = torch.Generator().manual_seed(0)
         q, k, v = torch.randn(3, 1, HEADS, length, WIDTH, generator=random).unbind(0)
         inputs = AttentionInputs(q=q, k=k, v=v)
-    return Seen(data, inputs.q, inputs.k, inputs.v, {})
+    return ObservedCall(data, inputs.q, inputs.k, inputs.v, {})
 
 
 @torch.no_grad()
-def errors(calls: Sequence[Seen], hashes: Sequence[int], draws: int, bits: int | None) -> list[Row]:
+def errors(calls: Sequence[ObservedCall], hashes: Sequence[int], draws: int, bits: int | None) -> list[Row]:
     """Return ||N-YOSO - E|| / ||E||, E from the collision probability: mean over layers, heads and draws (figure 5)."""
     found: dict[tuple[int, str], list[float]] = {}
     of = "" if bits is None else f", bits={bits}"
@@ -91,7 +91,7 @@ def errors(calls: Sequence[Seen], hashes: Sequence[int], draws: int, bits: int |
     ]
 
 
-def _run(seen: Seen, spec: str, seed: int) -> torch.Tensor:
+def _run(seen: ObservedCall, spec: str, seed: int) -> torch.Tensor:
     return attention(seen.query, seen.key, seen.projected, **{**seen.call, "method": spec, "seed": seed})
 
 

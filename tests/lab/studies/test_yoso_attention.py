@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_attention import HASHES, STUDY, compare, matrices, softmax
 from tests.support.verdicts import changed, verdict
@@ -21,7 +21,7 @@ def rows(power=-0.5, correlation=0.95):
 def seen(length=32):
     random = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, length, 16, generator=random).unbind(0)
-    return Seen("layer", q, k, v, {"scale": 0.25})
+    return ObservedCall("layer", q, k, v, {"scale": 0.25})
 
 
 def test_an_error_that_falls_as_the_root_reproduces():

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing_lab.studies import _yoso
 from sparing_lab.studies.study import Settings
 from sparing_lab.studies.yoso_error import FIXED, HASHES, NORMS, STUDY, errors, synthetic
@@ -75,7 +75,7 @@ def test_errors_are_those_of_the_formula():
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, n, 32, generator=random) for n in (40, 1))
     v = torch.ones(1, 1, 1, 32)
-    (row,) = errors([Seen("one", q, k, v, {})], [4], 1, 4)
+    (row,) = errors([ObservedCall("one", q, k, v, {})], [4], 1, 4)
     share = row["L2"] ** 2  # of the queries that collide with nothing: each is wrong by its whole length
     assert 0 < share < 1
     assert share * 40 == pytest.approx(round(share * 40), abs=1e-3)

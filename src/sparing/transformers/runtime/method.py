@@ -14,7 +14,7 @@ from sparing.functional import attention, inspect
 from sparing.transformers.runtime import refusals
 from sparing.transformers.runtime.call import ModelCall
 from sparing.transformers.runtime.masks import count_valid_keys
-from sparing.transformers.state import LayerSettings, LayerState, Seen
+from sparing.transformers.state import LayerSettings, LayerState, ObservedCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ def run_method(state: LayerState, settings: LayerSettings, given: MethodArgument
         "method": settings.method, "seed": settings.seed,
     }  # fmt: skip
     if settings.observer is not None:
-        settings.observer(Seen(state.name, query, key, value, call))
+        settings.observer(ObservedCall(state.name, query, key, value, call))
         return attention(query, key, value, **{**call, "method": "exact"})
     try:
         if torch.compiler.is_compiling():  # calls in a graph are not counted

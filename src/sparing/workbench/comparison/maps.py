@@ -13,7 +13,7 @@ from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.functional import attention
 from sparing.models import Subject
-from sparing.transformers.watch import Seen, rehearse
+from sparing.transformers.watch import ObservedCall, observe_calls
 
 SIZE = 48  #: blocks along each side, at most
 _SMALL = 1e-3  # of the values: what marks the blocks must not change which keys a method chooses
@@ -58,7 +58,7 @@ def maps(
         wanted.setdefault(layer, []).append((number, head))
     found: list[HeadMap] = []
 
-    def see(seen: Seen) -> None:
+    def see(seen: ObservedCall) -> None:
         if seen.layer not in wanted:
             return
         weights = _blocks(seen, method)
@@ -67,13 +67,13 @@ def maps(
             text = base64.b64encode(pixels.numpy().tobytes()).decode()
             found.append(HeadMap(seen.layer, number, head, what, len(pixels), text))
 
-    # A rehearsal needs a method that every layer can run, also where only exact attention is drawn.
-    with rehearse(subject.model, "top_keys(keys=1)" if method.name == "exact" else method, see, seed=seed):
+    # Observing needs a method that every layer can run, also where only exact attention is drawn.
+    with observe_calls(subject.model, "top_keys(keys=1)" if method.name == "exact" else method, see, seed=seed):
         subject.run(ids)
     return found
 
 
-def _blocks(seen: Seen, method: Method) -> Tensor:
+def _blocks(seen: ObservedCall, method: Method) -> Tensor:
     """Return [H, side, side]: the share of weight from each block of queries to each block of keys."""
     values = seen.projected
     length, queries = values.shape[2], seen.query.shape[2]

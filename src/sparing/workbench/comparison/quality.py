@@ -14,7 +14,7 @@ from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.functional import attention, inspect
 from sparing.models import Subject
-from sparing.transformers.watch import Seen, rehearse, swapped
+from sparing.transformers.watch import ObservedCall, approximate_prompts, observe_calls
 from sparing.workbench.metrics import rank_correlation
 from sparing.workbench.outputs import Digest, digest, end_of, nearest
 
@@ -68,10 +68,10 @@ def quality(
     for number, ids in enumerate(rows):
         inputs = [ids] if pairs is None else [ids, pairs[number]]
         kinds = None if types is None else types[number]
-        with rehearse(subject.model, method, observer, seed=seed):
+        with observe_calls(subject.model, method, observer, seed=seed):
             exact = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
         observer.end_document()
-        with swapped(subject.model, method, seed=seed) as handle:
+        with approximate_prompts(subject.model, method, seed=seed) as handle:
             found = [digest(subject, each, subject.run(each, kinds)) for each in inputs]
             total = handle.statistics().total
         ends.append(end_of(subject.kind, exact, found))
@@ -96,7 +96,7 @@ class ErrorObserver:
         self.now: list[float] = []
         self.totals: list[float] = []
 
-    def __call__(self, seen: Seen) -> None:
+    def __call__(self, seen: ObservedCall) -> None:
         def run(method: str | Method, value: Any) -> Tensor:
             return attention(seen.query, seen.key, value, **{**seen.call, "method": method}).double()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparing.contract import Projection, Unsupported
 from sparing.contract import method as _method
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing.workbench.calls import Side, exact_side, method_side, samples_values
 from sparing.workbench.timing import Interval, interval, race
 
@@ -30,7 +30,9 @@ class RacePoint:
 
 
 @torch.no_grad()
-def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[dict[str, Interval | None], float]:
+def race_at(
+    seen: Sequence[ObservedCall], specs: Sequence[str], length: int
+) -> tuple[dict[str, Interval | None], float]:
     """Return time of SDPA / time of each method on real queries and keys, joined or repeated up to the length.
 
     seen: calls of one layer. A method that cannot run there has None. All sides are interleaved in one race. The second
@@ -58,7 +60,7 @@ def race_at(seen: Sequence[Seen], specs: Sequence[str], length: int) -> tuple[di
     return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values()))
 
 
-def _joined(seen: Sequence[Seen], length: int) -> Seen:
+def _joined(seen: Sequence[ObservedCall], length: int) -> ObservedCall:
     """Join or repeat calls to one of so many tokens."""
 
     def along(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -75,4 +77,4 @@ def _joined(seen: Sequence[Seen], length: int) -> Seen:
     else:
         value = along([each.projected for each in seen], 2)
     query, key = along([each.query for each in seen], 2), along([each.key for each in seen], 2)
-    return Seen(first.layer, query, key, value, {**first.call, "attn_mask": None})
+    return ObservedCall(first.layer, query, key, value, {**first.call, "attn_mask": None})

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.models import Subject
-from sparing.transformers.watch import record_calls, swapped
+from sparing.transformers.watch import approximate_prompts, record_calls
 from sparing.workbench.calls import exact_side, method_side, samples_values
 from sparing.workbench.memory import peak_extra_bytes
 from sparing.workbench.timing import Interval, interval, speed_ratio
@@ -52,7 +52,7 @@ def seconds(
         found = speed_ratio(exact, method_side(middle, method), rounds=2 * rounds)
     slow, fast = _in_turn(subject, lambda: subject.run(ids), method, seed, rounds)
     exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
-    with swapped(subject.model, method, seed=seed):
+    with approximate_prompts(subject.model, method, seed=seed):
         taken = peak_extra_bytes(lambda: subject.run(ids))
     batched = None
     if batch:
@@ -66,7 +66,7 @@ def _in_turn(
     """Return seconds of the exact and of the approximated model, round by round, in alternating order."""
 
     def approximated() -> float:
-        with swapped(subject.model, method, seed=seed):
+        with approximate_prompts(subject.model, method, seed=seed):
             return _alone(run)
 
     slow: list[float] = []

@@ -14,7 +14,7 @@ from sparing.contract import method as _method
 from sparing.from_json import build
 from sparing.models import Subject
 from sparing.store import Cell, Store
-from sparing.transformers.watch import Seen
+from sparing.transformers.watch import ObservedCall
 from sparing.workbench.calls import middle_calls
 from sparing.workbench.cells import is_refusal, measured
 from sparing.workbench.comparison.maps import HeadMap, can_draw, maps
@@ -119,7 +119,7 @@ class Sweep:
         """Race the middle layer's calls at growing lengths, until a round takes too long."""
         racers = [spec for spec in self.specs if not _method(spec).oracle and _method(spec).name != "exact"]
         found: dict[str, list[RacePoint]] = {spec: [] for spec in racers}
-        seen: list[Seen] = []  # filled when it is first needed
+        seen: list[ObservedCall] = []  # filled when it is first needed
         for length in LENGTHS if racers else ():
             cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
             race = functools.partial(self._race, racers, length, seen)
@@ -132,7 +132,7 @@ class Sweep:
                 break
         return {spec: tuple(points) for spec, points in found.items()}
 
-    def _race(self, racers: Sequence[str], length: int, seen: list[Seen], cell: Cell) -> dict[str, Any]:
+    def _race(self, racers: Sequence[str], length: int, seen: list[ObservedCall], cell: Cell) -> dict[str, Any]:
         with threads(self.here["threads"]):
             if not seen:
                 seen += middle_calls(self.given.subject, self.given.rows, [*racers, "top_keys(keys=1)"])
