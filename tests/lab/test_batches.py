@@ -61,6 +61,6 @@ def test_rows_are_padded_on_the_right():
         (lambda: Batches(3, 1).batch(-1), "step=-1"),
     ],
 )
-def test_bad_input(make, said):
+def test_bad_input_is_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()

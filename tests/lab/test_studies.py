@@ -65,7 +65,7 @@ def test_a_wrong_result_changes_the_verdict():
     assert wrong.judgements["rises"].verdict == "does not"
 
 
-def test_a_study_that_was_stopped_goes_on_and_finds_the_same(tmp_path):
+def test_a_study_that_was_stopped_resumes_and_finds_the_same(tmp_path):
     done = []
 
     def stops(settings, cell):

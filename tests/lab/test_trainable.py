@@ -245,7 +245,7 @@ def test_something_is_hidden_in_the_shortest_text():
         (lambda path: retrieval_task(60000, 0), "too short for pieces"),
     ],
 )
-def test_bad_input(make, said, tmp_path):
+def test_bad_input_is_refused(make, said, tmp_path):
     (tmp_path / "several" / "aan").mkdir(parents=True)
     for name in ("one", "two"):
         (tmp_path / "several" / "aan" / f"{name}.tsv").write_text("1\ta\tb\n")

@@ -153,7 +153,7 @@ def test_without_files_sentences_of_help_are_paired(encoder):
         ({"frozen": "model"}, r"frozen='model' freezes every parameter"),
     ],
 )
-def test_bad_input_of_tuning(options, said, encoder, tmp_path):
+def test_bad_settings_of_tuning_are_refused(options, said, encoder, tmp_path):
     given = {name: value.format(folder=tmp_path) for name, value in options.items()}
     with pytest.raises(ValueError, match=said):
         Training(Config("glue", max_length=16, batch_size=8, max_steps=1, **{"pretrained": encoder, **given}))

@@ -460,7 +460,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert "bench.json" in caught.err
 
 
-def test_without_matplotlib_it_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_it_says_so_and_continues(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     words = ["--lengths", "8", "--heads", "1", "--head-dim", "4", "--threads", "1", "--no-backward", "--methods"]

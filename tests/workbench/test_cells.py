@@ -38,7 +38,7 @@ def test_results_come_in_order_and_are_kept(tmp_path):
     assert len(calls) == 12, "without a folder nothing is kept"
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path):
+def test_a_run_that_was_stopped_resumes(tmp_path):
     calls = []
 
     def work(cell):

@@ -281,7 +281,7 @@ def test_seeds_draw_other_documents(times):
 # Runs that go on
 
 
-def test_a_stopped_plan_goes_on(times, tmp_path, monkeypatch):
+def test_a_stopped_plan_resumes(times, tmp_path, monkeypatch):
     one, calls, whole = subject(), [], run(subject())
     kept = runs.digest
 

@@ -46,7 +46,7 @@ def test_too_few_documents_are_told_how_many_it_takes():
         Promise(0.02, coverage=1 - 1e-9).refuse_few(60)
 
 
-def test_a_change_that_is_no_number_is_a_violation():
+def test_a_change_that_is_nan_is_a_violation():
     promise = Promise(0.02)
     assert promise.violations([0.02, -0.02, 0.021, -0.021, math.nan, math.inf]) == 4
     assert not promise.likely([0.001] * 20 + [math.nan], 40)
