@@ -1,4 +1,4 @@
-"""`sparing study`."""
+"""The command `sparing study`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ def add(commands: Any) -> None:
     """Declare the options."""
     parser = commands.add_parser("study", help="a table or figure of the papers, measured again, with a verdict")
     parser.set_defaults(run=run)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of studies; --list shows them")
-    parser.add_argument("--list", action="store_true", help="what studies there are")
-    parser.add_argument("--all", action="store_true", help="every study")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of studies; --list shows them")
+    parser.add_argument("--list", action="store_true", help="list the studies")
+    parser.add_argument("--all", action="store_true", help="run every study")
     parser.add_argument(
         "--scale", default="small",
         help="small: minutes, nothing is downloaded; paper: its models, data and settings (default: small)",
     )  # fmt: skip
-    reads(parser, "--data", metavar="FOLDER", help="datasets: glue/, imdb/, hyperpartisan/ and others in it")
-    reads(parser, "--model", help="a folder or a name on the hub, in place of the study's own")
-    parser.add_argument("--seeds", type=int, help="of methods that draw random numbers; default: the study's")
+    reads(parser, "--data", metavar="FOLDER", help="a folder of datasets: glue/, imdb/, hyperpartisan/ and others")
+    reads(parser, "--model", help="a model to use instead of the study's: a folder or a name on the hub")
+    parser.add_argument(
+        "--seeds", type=int, help="number of random seeds for stochastic methods (default: the study's)"
+    )
     writes(
-        parser, "--out", default="studies", metavar="FOLDER", help="for figures and JSON (default: studies)",
+        parser, "--out", default="studies", metavar="FOLDER", help="the folder for figures and JSON (default: studies)",
         names=lambda options: [f"{name}.{form}" for name in _names(options) for form in ("json", "png")],
     )  # fmt: skip
     writes(
