@@ -16,7 +16,7 @@ Impl = Literal["auto", "reference", "native"]
 
 
 class Past(Protocol):
-    """What a method keeps of growing sequences. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
+    """The state that a method keeps of growing sequences. Queries are (B, H, n_q, d), keys and values (B, H_kv, n, .).
 
     fresh: (B, n_q), False for new positions that are padding; None if none is. length: positions before these.
     """
@@ -24,14 +24,14 @@ class Past(Protocol):
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
     ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
-        """Return attention of the newest queries and what `inspect()` would note, and `learn` the new positions.
+        """Return attention of the newest queries and the statistics for `inspect()`, and `learn` the new positions.
 
-        clean: all entries are known to be moderate (`sparing.quarantine`). Without it, None is returned and nothing is
-        learned if new entries are not moderate.
+        clean: all entries are known to be moderate (`sparing.quarantine`). If it is False and a new entry is not
+        moderate, return None and learn nothing.
         """
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
-        """Take in new positions."""
+        """Add new positions to the state."""
 
     def crop(self, length: int, k: Tensor, v: Tensor) -> None:
         """Forget positions from `length` on."""
@@ -50,19 +50,19 @@ class Call:
 
     scale: float
     mask: Mask
-    draws: Draws  #: one stream per query head: that of its key-value head
+    draws: Draws  #: random numbers; query heads that share a key-value head share its stream
     groups: int = 1  #: query heads per key-value head
     dropout_p: float = 0.0
     slot_keyed_dropout: bool = False  #: each batch slot drops its own weights (calls without an explicit seed)
     impl: Impl = "auto"
     dtype: torch.dtype = torch.float32  #: the type that the method computes in
     state: nn.Module | None = None  #: the method's learned state, when a module owns one
-    past: Past | None = None  #: the past of the sequence that starts here; methods may keep there what they computed
+    past: Past | None = None  #: the `Index` state of the sequence that starts here, to which methods may add
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
     brief: bool = False  #: only statistics that cost nothing extra
 
     def note(self, **values: Tensor) -> None:
-        """Keep facts about the computation for `inspect()`; does nothing for `attention()`."""
+        """Record statistics for `inspect()`; do nothing in a call of `attention()`."""
         if self.statistics is not None:
             self.statistics.update({name: value.detach() for name, value in values.items()})
 
@@ -72,5 +72,5 @@ class Call:
 
     @property
     def noted(self) -> bool:
-        """Whether facts that take extra work are asked for; those at hand may be noted in any case."""
+        """Whether statistics that cost extra work are wanted; those that cost nothing may always be noted."""
         return self.statistics is not None and not self.brief

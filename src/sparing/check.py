@@ -1,4 +1,4 @@
-"""Arguments of `attention()` -> `Call`, or an error that names the argument, its value or shape, and the way out."""
+"""Turn the arguments of `attention()` into a `Call`, or raise an error that names the argument and the way out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_call(
 ) -> Call:
     """Return the call that the arguments of `attention()` describe, or raise an error that names what is wrong.
 
-    seeded: False where somebody drew the seed for this call. fields: further fields of the `Call`.
+    seeded: False if the seed was drawn for this call and not passed by the user. fields: further fields of the `Call`.
     """
     tensors = _check_tensors(query, key, value)
     batch, heads, _, d = query.shape
@@ -69,13 +69,13 @@ def check_call(
     )  # fmt: skip
     _check_support(chosen, call, tensors)
     _check_tables(chosen, query, value_dim)
-    if seed is None and (chosen.supports.stochastic or dropout_p > 0):  # torch's generator is left alone otherwise
+    if seed is None and (chosen.supports.stochastic or dropout_p > 0):  # otherwise torch's generator is left alone
         seed = int(torch.randint(2**63 - 1, ()))
     return replace(call, draws=replace(call.draws, seed=(seed or 0) & (2**64 - 1)))
 
 
 def _working_type(dtype: torch.dtype, scale: float, mask: Mask) -> torch.dtype:
-    """Return float32, or float64 where that is asked for or the scale or the additive mask needs its range."""
+    """Return float64 for float64 inputs and where the scale or the additive mask needs its range, else float32."""
     if dtype == torch.float64 or abs(scale) > LARGEST_SCALE:
         return torch.float64
     bias = mask.bias
@@ -84,7 +84,7 @@ def _working_type(dtype: torch.dtype, scale: float, mask: Mask) -> torch.dtype:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor | Projection) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a call with their names; all are dense, on one device, of one type, of as many axes."""
+    """Return the tensors of a call with their names, after checking layout, device, type and number of dimensions."""
     tensors: list[tuple[str, Tensor]] = [("query", query), ("key", key)]
     if isinstance(value, Projection):
         tensors += [("value.x", value.x), ("value.weight", value.weight)]
@@ -161,7 +161,7 @@ def _check_support(method: Method, call: Call, tensors: list[tuple[str, Tensor]]
 
 
 def check_value(value: Tensor | Projection, batch: int, kv_heads: int, n_k: int) -> int:
-    """Return the width of the value per head."""
+    """Check the shape of the value and return its width per head."""
     if isinstance(value, Tensor):
         if tuple(value.shape[:3]) != (batch, kv_heads, n_k):
             raise ValueError(f"value {_size(value)} does not fit key: expected [{batch}, {kv_heads}, {n_k}, any]")
@@ -209,13 +209,13 @@ def _check_tables(method: Method, query: Tensor, value_dim: int) -> None:
     if needed > there:
         raise MemoryError(
             f"{method.name}: {method.budget}={getattr(method, method.budget)} needs tables of about "
-            f"{needed / 2**30:.3g} GiB, and this machine has {there / 2**30:.3g}; lower {method.budget}"
+            f"{needed / 2**30:.3g} GiB, and this machine has {there / 2**30:.3g} GiB; lower {method.budget}"
         )
 
 
 @lru_cache(maxsize=256)
 def _table_bytes(method: Method, batch: int, heads: int, head_dim: int, value_dim: int) -> float:
-    """Return the memory that a call on a single token takes: that of the settings alone."""
+    """Return the bytes that a call on a single token takes: those that the settings alone need."""
     return method.cost(
         Shape(batch=batch, heads=heads, queries=1, keys=1, head_dim=head_dim, value_dim=value_dim, in_features=1)
     ).bytes
@@ -223,7 +223,7 @@ def _table_bytes(method: Method, batch: int, heads: int, head_dim: int, value_di
 
 @cache
 def _memory() -> float:
-    """Return the memory of this machine, or infinity if it cannot be read."""
+    """Return the bytes of memory of this machine, or infinity if they cannot be read."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

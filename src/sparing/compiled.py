@@ -1,7 +1,7 @@
-"""The door under `torch.compile`: one opaque operator, so that any call is a single node of a full graph.
+"""`attention()` under `torch.compile`: one opaque operator, so that any call is a single node of a full graph.
 
-What the door decides by looking at numbers (padding, non-finite entries, short items) cannot be traced. The operator
-runs the door as it is, so results are those of eager mode, to the bit. Nothing but its inputs is kept for the backward
+What `attention()` decides by looking at numbers (padding, non-finite entries, short items) cannot be traced. The
+operator runs the same code as eager mode, so results are equal to the bit. Only its inputs are saved for the backward
 pass, which runs the forward pass again.
 """
 
@@ -20,7 +20,7 @@ _compute: Any = None
 
 
 def serve(compute: Any) -> None:
-    """Name the function that computes a call; `functional.py` does so once, so that imports go one way."""
+    """Register the function that computes a call; `functional.py` does so, since this module cannot import it."""
     global _compute
     _compute = compute
 
@@ -54,9 +54,9 @@ def _attend(
     impl: str,
     streams: Sequence[int] | None,
 ) -> Tensor:
-    """Compute `sparing.attention` with its value taken apart and its seed in a tensor.
+    """Compute `sparing.attention` with the parts of a `Projection` and the seed as tensors.
 
-    These arguments are those of both operators. seeded: whether the caller passed the seed; else it was drawn.
+    Both operators take these arguments. seeded: whether the caller passed the seed; otherwise it was drawn.
     """
     out: Tensor = _compute(
         query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
@@ -68,8 +68,8 @@ def _attend(
 
 attention = torch.library.custom_op("sparing::attention", _attend, mutates_args=())
 _ARGUMENTS = torch.library.infer_schema(_attend, mutates_args=()).removeprefix("(").partition(") -> ")[0]
-_LEAVES = 6  # the first arguments: query, key, value, weight, bias and attn_mask may need a gradient
-_TENSORS = 8  # and query_mask and seed, which need none
+_LEAVES = 6  # leading arguments that may need a gradient: query, key, value, weight, bias and attn_mask
+_TENSORS = 8  # leading arguments that are tensors: also query_mask and seed, which need no gradient
 
 
 @attention.register_fake
@@ -80,7 +80,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, *others:
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Inside an operator autograd is switched off, below the reach of `enable_grad`; this switches it on again."""
+    """Switch autograd on inside an operator, where torch switches it off at a level that `enable_grad` cannot reach."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     hidden = torch._C._dispatch_tls_local_exclude_set()
     for key in (
@@ -102,7 +102,7 @@ def _recording() -> Iterator[None]:
     schema=f"(Tensor grad, bool[] needed, {_ARGUMENTS}) -> Tensor[]",
 )
 def attention_backward(grad: Tensor, needed: Sequence[bool], *arguments: Any) -> list[Tensor]:
-    """Return the gradients of the needed ones among query, key, value, weight, bias and attn_mask."""
+    """Return the gradients of those of query, key, value, weight, bias and attn_mask that `needed` marks."""
     given, others = arguments[:_LEAVES], arguments[_LEAVES:]
     leaves: list[Any] = [
         t if t is None else t.detach().requires_grad_(want) for t, want in zip(given, needed, strict=True)
@@ -111,7 +111,8 @@ def attention_backward(grad: Tensor, needed: Sequence[bool], *arguments: Any) ->
         out = _attend(*leaves, *others)
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
-    # An operator's outputs share no memory with each other or with its inputs, and their strides are known beforehand.
+    # An operator's outputs must not share memory with each other or with its inputs, and their strides must be those
+    # of the fake below.
     return [
         t.new_zeros(t.shape) if g is None else g.clone(memory_format=torch.contiguous_format)
         for t, g in zip(wanted, found, strict=True)

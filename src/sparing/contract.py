@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Unsupported(NotImplementedError, ValueError):
-    """The method cannot serve this call. The message names the method, the argument and the way out."""
+    """Raised where a method cannot run a call. The message names the method, the argument and the way out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
     """What a method can do. Enforced in `attention()`: what is not claimed here is refused before any computation."""
 
-    causal: bool = False  #: `is_causal=True`, without a leak
+    causal: bool = False  #: `is_causal=True`; no row depends on a later token
     key_padding: bool = True  #: boolean masks of shape [B, 1, 1, n_k]
     attn_mask: Literal[False, "boolean", "any"] = False  #: masks that differ by query; "any" takes additive ones too
     cross_attention: bool = True  #: n_q != n_k
@@ -76,7 +76,7 @@ class Shape:
     heads: int = 1
     queries: int
     keys: int
-    kv_heads: int | None = None  #: None: as many as heads
+    kv_heads: int | None = None  #: None for as many as `heads`
     head_dim: int
     value_dim: int
     causal: bool = False
@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def pairs(self) -> float:
-        """Query-key pairs that exact attention computes, per head."""
+        """Number of query-key pairs that exact attention computes per head."""
         if not self.causal:
             return float(self.queries * self.keys)
         corner = min(self.queries, self.keys)
@@ -92,19 +92,19 @@ class Shape:
 
     @property
     def projection_flops(self) -> float:
-        """FLOPs of projecting the values, all key-value heads."""
+        """FLOPs of projecting the values of all key-value heads."""
         return 2.0 * self.batch * self.keys * (self.in_features or 0) * (self.kv_heads or self.heads) * self.value_dim
 
 
 class Cost(NamedTuple):
-    """Work of one call, all batch items and heads. A multiply-add counts as two FLOPs, an exponential as one."""
+    """Work of one call on all batch items and heads. A multiply-add counts as two FLOPs, an exponential as one."""
 
     flops: float
     bytes: float  #: temporary memory in float32, inputs and output excluded
     keys: float | None = None  #: keys, summaries or features that a query touches
 
 
-_MOST: dict[type, float] = {int: 2**31 - 1, float: 1e30}  # of a field that names no maximum
+_MOST: dict[type, float] = {int: 2**31 - 1, float: 1e30}  # maximum of a field that names none
 
 
 def knob(
@@ -119,7 +119,8 @@ def knob(
 ) -> T:
     """Declare a field of a method with its default and its allowed range.
 
-    kind: the type, beside a default of None; else that of the default. kinds: types, where several are allowed.
+    kind: the type of the field if the default is None; otherwise that of the default. kinds: all allowed types, if
+        there are several.
     maximum: 2^31 - 1 for integers and 1e30 for floats if it is not given, so that nothing overflows later.
     """
     if maximum is None and choices is None:
@@ -183,7 +184,7 @@ class Method:
         return None
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
-        """Work of one call; `statistics` of `inspect()` refine it where it depends on the data."""
+        """Return the work of one call; `statistics` of `inspect()` refine it where it depends on the data."""
         raise NotImplementedError
 
     def reach(self, n_q: int, n_k: int, device: torch.device, call: Call) -> Tensor | None:
@@ -198,7 +199,7 @@ class Method:
         return False
 
     def past(self, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> Past | None:
-        """Return what the method keeps of a growing sequence; None if it keeps nothing and has `step` instead.
+        """Return the state that the method keeps of a growing sequence; None if it has none and uses `step` instead.
 
         q: (B, H, ., d). k, v: (B, H_kv, ., .).
         """
@@ -207,7 +208,7 @@ class Method:
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Causal attention of the last positions, and what `inspect()` would note.
+        """Return causal attention of the last positions, and the statistics for `inspect()`.
 
         q: (B, H, n_q, d) of the last n_q positions. k, v: (B, H_kv, n, .). keep: (B, n), False for padded keys; rows of
         padding give zeros.

@@ -20,7 +20,7 @@ from sparing.sample_text import python_topics
 from sparing.spec import shown
 from sparing.store import readable
 
-#: Rows, each with its place for errors: "line 3" (from 1, blank lines counted), or "row 3" of Parquet, without lines.
+#: Rows, each with its place for errors: "line 3" (counted from 1, with blank lines), or "row 3" in Parquet files.
 _Table = list[tuple[str, dict[str, Any]]]
 
 
@@ -39,7 +39,7 @@ class Documents:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the texts, labels and pairs, wherever they were read from."""
+        """Hash of the texts, labels and pairs; it does not depend on the files that they were read from."""
         return hashlib.sha256(json.dumps([self.texts, self.labels, self.pairs], default=str).encode()).hexdigest()[:16]
 
 
@@ -57,17 +57,17 @@ def read(
     pair: str | None = None,
     whole: bool = False,
 ) -> Documents:
-    """Read documents from `.jsonl`, `.csv`, `.tsv` or `.parquet` files, or from plain text with one on each line.
+    """Read documents from `.jsonl`, `.csv`, `.tsv` or `.parquet` files, or from plain text with one document per line.
 
     paths: several files are one collection. All but Parquet may be compressed (`.jsonl.xz`, `.txt.gz`). "-" is
         standard input, as plain text.
-    column: the column of the text; None: "text", or the only column.
-    label: the column of the labels. allowed: the labels that are accepted, as text.
-    pair: the column of a second text, which a document is compared with.
+    column: the column that holds the text. None takes "text", or the only column.
+    label: the column that holds the labels. allowed: the labels that are accepted, as text.
+    pair: the column that holds a second text, which the first is compared with.
     whole: read a plain text file as one document.
     """
     if not paths:
-        raise ValueError("data: no file is named")
+        raise ValueError("data: no file was given")
     texts: list[str] = []
     labels: list[Any] = []
     pairs: list[str] = []
@@ -100,7 +100,7 @@ def _rows(
             raise ValueError(f"data: {path} is a table; --whole is for plain text")
         return _columns(str(path), _TABLES[suffix](path), column, label, pair)
     if suffix == ".json":
-        raise ValueError(f"data: {path} is JSON; write one object on each line and call it .jsonl")
+        raise ValueError(f"data: {path} is JSON; write one object per line and name the file .jsonl")
     wanted = {"column": column, "label column": label, "second column": pair}
     if asked := next((f"{what} {name!r}" for what, name in wanted.items() if name is not None), None):
         raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")
@@ -156,7 +156,7 @@ def _ungzip(raw: bytes) -> bytes:
         raise ValueError(error) from None
 
 
-UNPACKED = 2**31  #: the most bytes that are unpacked, since a small file can be made to hold any number
+UNPACKED = 2**31  #: most bytes that are unpacked, since a small file can be made to expand to any size
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {".xz": _unxz, ".gz": _ungzip}
 
 

@@ -1,8 +1,8 @@
-"""Counter-based random numbers: the same key gives the same number, whatever runs beside it.
+"""Counter-based random numbers: the same key gives the same number, whatever else runs.
 
 Every draw is a pure function of (seed, purpose, head stream, index). Nothing depends on the batch slot, on
 batch-mates, on threads or on the order of calls, and torch's global generator is never touched. The backward pass
-and a later kernel draw the same numbers again instead of storing them.
+and the kernels draw the same numbers again instead of storing them.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): key = seed,
 counter = (index low, index high, stream, purpose).
@@ -37,11 +37,11 @@ def _split(number: int) -> tuple[int, int]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four 32-bit words (as non-negative int64) for each counter. Counter words are int64 tensors in [0, 2^32)."""
+    """Return four 32-bit words, as non-negative int64, for each counter. Counter words are int64 in [0, 2^32)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key[0] & _LOW, key[1] & _LOW
     for _ in range(10):
-        # int64 products wrap modulo 2^64, so both halves of the unsigned 32 x 32 product are right.
+        # int64 products wrap modulo 2^64, so both halves of the unsigned 32 x 32 product are correct.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
@@ -49,7 +49,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def checksum(purpose: str) -> int:
-    """Return the 32 bits by which a purpose enters the counter."""
+    """Return the 32 bits of the counter that stand for a purpose."""
     return zlib.crc32(purpose.encode())
 
 
@@ -58,15 +58,15 @@ class Draws:
     """The random numbers of one call: `seed`, and one stream number per head."""
 
     seed: int
-    streams: Tensor  # (H,) int64: the KV head each head belongs to
+    streams: Tensor  # (H,) int64: the stream number of each head, shared by the heads of one key-value head
 
     @property
     def signed_seed(self) -> int:
-        """The seed as kernels take it: a signed number with the same 64 bits."""
+        """The seed in the form that kernels take: a signed integer with the same 64 bits."""
         return (self.seed + 2**63) % 2**64 - 2**63
 
     def _words(self, purpose: str, block: Tensor) -> Tensor:
-        """Four 32-bit words for each block number: (H or 1, ...) -> (H, ..., 4)."""
+        """Return four 32-bit words for each block number: (H or 1, ...) -> (H, ..., 4)."""
         streams = self.streams.to(block.device).view(-1, *[1] * (block.ndim - 1))
         tag = torch.full_like(block, checksum(purpose))
         counter = (block & _LOW, (block >> 32) & _LOW, streams & _LOW, tag)
@@ -98,14 +98,15 @@ class Draws:
         return (self.bits(purpose, *shape).double() + 0.5) / 2**32
 
     def normal(self, purpose: str, *shape: int) -> Tensor:
-        """Standard normal float64, shape (H, *shape), by the Box-Muller transform."""
+        """Return standard normal float64 numbers, shape (H, *shape), by the Box-Muller transform."""
         u, v = self.uniform(purpose, *shape, 2).unbind(-1)
         return (-2 * u.log()).sqrt() * (2 * math.pi * v).cos()
 
     def normal_norms(self, purpose: str, count: int, d: int) -> Tensor:
         """Return the lengths of vectors of d standard normal numbers, float64 (H, count).
 
-        The squares of two such numbers add up to an exponential one, so no normal number is drawn but an odd last one.
+        The sum of two squared normal numbers is exponentially distributed, so one exponential number is drawn for each
+        pair, and a normal number only for the last entry of an odd d.
         """
         squares = -2 * self.uniform(purpose, count, (d + 1) // 2).log()
         if d % 2:
@@ -119,7 +120,7 @@ class Draws:
 
 
 def fold(seed: int, *counters: int) -> int:
-    """Return a seed for one part of a computation (a layer, a step), independent of its neighbours'."""
+    """Return a seed for one part of a computation (a layer, a step), independent of those of other parts."""
     for number in counters:
         low, high = _split(number)
         counter = (torch.tensor(low), torch.tensor(high), torch.tensor(0), torch.tensor(checksum("fold")))

@@ -1,4 +1,4 @@
-"""JSON from outside: parsed within limits, and built into dataclasses by their types.
+"""Parse untrusted JSON within limits, and build dataclasses from it by their types.
 
 Every reader of JSON goes through here, so that text that is nested too deeply, has integers of thousands of digits or
 holds the wrong types raises a ValueError that says what and where. Nothing is evaluated, and no class is named by the
@@ -17,14 +17,14 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-DEPTH = 64  #: of lists and objects inside each other; ours have less than ten
-_LARGEST = 2**63 - 1  # of integers
+DEPTH = 64  #: most levels of nested lists and objects; the files that we write have fewer than ten
+_LARGEST = 2**63 - 1  # largest integer
 
 T = TypeVar("T")
 
 
 def parse(text: str) -> Any:
-    """Return what a JSON text holds; a ValueError says in one line why there is nothing.
+    """Return the value of a JSON text, or raise a ValueError that says in one line what is wrong.
 
     >>> parse('{"a": [1, 2.5, null]}')
     {'a': [1, 2.5, None]}
@@ -34,7 +34,7 @@ def parse(text: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.strip() else f"column {error.colno}"
         raise ValueError(f"{error.msg.removesuffix(' at')} at {where}") from None
-    except ValueError:  # of int(): Python limits the digits, since reading them takes quadratic time
+    except ValueError:  # raised by int(): Python limits the digits, since reading them takes quadratic time
         raise ValueError("it holds an integer of thousands of digits") from None
     except RecursionError:
         held = None
@@ -49,10 +49,10 @@ def parse(text: str) -> Any:
 def read_text(path: str | os.PathLike[str], argument: str, form: str) -> str:
     """Return the text of a JSON file; an OSError names the argument, the path and what to pass instead.
 
-    form: what wrote such a file, as in "as sparing.Recipe saves it".
+    form: how such a file is written, for the error, as in "as sparing.Recipe saves it".
     """
     way_out = f"name a JSON file, {form}"
-    if Path(path).is_dir():  # to read one is an error of its own on Linux, and a lack of permission on Windows
+    if Path(path).is_dir():  # reading a folder raises IsADirectoryError on Linux, and PermissionError on Windows
         raise IsADirectoryError(f"{argument}: {os.fspath(path)!r} is a folder; {way_out}")
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -85,7 +85,8 @@ def has_surrogate(text: str) -> bool:
 def build(cls: type[T], held: Any, name: str = "") -> T:
     """Make a dataclass or named tuple from parsed JSON by the types of its fields.
 
-    name: of this part within the whole, for errors. JSON has no NaN: null stands for it where a number is needed.
+    name: the path of this part within the whole, for errors. JSON has no NaN: null stands for it where a number is
+        needed.
     """
     hints, needed = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
     if isinstance(held, list) and not dataclasses.is_dataclass(cls):  # a named tuple is written as a list
@@ -162,6 +163,6 @@ def _number(held: Any, name: str) -> float:
 
 
 def _short(held: Any) -> str:
-    """Return the start of a value as Python writes it."""
+    """Return the repr of a value, cut off where it is long."""
     text = repr(held)
     return text if len(text) <= 40 else f"{text[:37]}..."

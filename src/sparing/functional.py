@@ -1,7 +1,7 @@
-"""The one door: `attention()` checks a call, normalises it and hands it to a method.
+"""`attention()` and `inspect()`: check a call, normalise it and pass it to a method. There is no other way to one.
 
-Everything that could go silently wrong in a method is settled here once: masks, types, head groups, padding, seeds,
-refusals, and entries that are infinite or NaN.
+Everything that could go silently wrong in a method is handled here once: masks, types, head groups, padding, seeds,
+unsupported calls, and non-finite entries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparing.contract import method as _method
 from sparing.layout import four_dimensional
 from sparing.quarantine import Wide, quarantine
 
-#: What torch says where a processor has no memory left, or the bytes of a tensor do not fit 64 bits.
+#: Parts of torch's messages for a lack of memory, and for a tensor whose number of bytes exceeds 64 bits.
 _NO_MEMORY = (
     "aoti_torch_empty_strided",
     "can't allocate memory",
@@ -57,7 +57,7 @@ def attention(
     streams: Sequence[int] | None = None,
     state: nn.Module | None = None,
 ) -> Tensor:
-    """Attention by any method; the first eight arguments are those of `scaled_dot_product_attention`.
+    """Compute attention by any method; the first eight arguments are those of `scaled_dot_product_attention`.
 
     query is [B, H, n_q, d], key [B, H_kv, n_k, d], value [B, H_kv, n_k, e] or a `Projection`; returns [B, H, n_q, e].
     Tensors may have fewer or more dimensions before the length, and broadcast there, as SDPA's may: [B, n, d] is one
@@ -77,7 +77,8 @@ def attention(
     streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
     state: the learned state of the method, when a module owns one.
 
-    A query with nothing to attend to gives zeros. What a method cannot do, it refuses: `Unsupported` names the way out.
+    A query with nothing to attend to gives zeros. A method raises `Unsupported` for what it cannot do; the message
+    names the way out.
 
     >>> q, k, v = torch.randn(3, 1, 8, 256, 64).unbind(0)
     >>> sparing.attention(q, k, v, method="nystrom(landmarks=32)", seed=0).shape
@@ -121,8 +122,8 @@ def inspect(
 ) -> Inspection:
     """Run `attention()` and return what the method knows about its result: log-sum-exp and statistics.
 
-    brief: only the facts that come for free; the call then costs what `attention()` does.
-    past: of a prompt, what its `Index` keeps, so that nothing is computed twice.
+    brief: return only statistics that cost nothing, so that the call costs what `attention()` does.
+    past: the state that the `Index` of a prompt keeps, so that nothing is computed twice.
     """
     notes: dict[str, Tensor] = {}
     shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
@@ -138,9 +139,9 @@ def inspect(
 
 @contextmanager
 def memory_errors_named(chosen: Method, **tensors: Tensor) -> Iterator[None]:
-    """Let work that runs out of memory raise a MemoryError that names the method, these tensors and the way out.
+    """Turn torch's errors for a lack of memory into a MemoryError that names the method, the tensors and the way out.
 
-    A backward pass runs later, outside of any such block: there, torch's own error remains.
+    A backward pass runs later, outside of this context: there, torch's own error remains.
     """
     try:
         yield
@@ -156,17 +157,17 @@ def memory_errors_named(chosen: Method, **tensors: Tensor) -> Iterator[None]:
 
 
 def compute(query: Tensor, key: Tensor, value: Tensor | Projection, method: str | Method, **arguments: Any) -> Tensor:
-    """Check a call on four-dimensional tensors and run it. arguments: those of `check_call`."""
+    """Check a call on four-dimensional tensors and run it. arguments: the other arguments of `check_call`."""
     chosen = _method(method)
     with memory_errors_named(chosen, query=query, key=key):
         call = check_call(query, key, value, chosen, **arguments)
-        # Methods compute in float32 or better; an autocast around the call would undo that inside.
+        # Methods compute in float32 or float64; autocast around the call would undo that.
         with torch.autocast(query.device.type, enabled=False):
             return _run(query, key, value, chosen, call).to(query.dtype)
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, call: Call) -> Tensor:
-    """Run a checked call, in the type that it computes in."""
+    """Run a checked call in its working type, `call.dtype`."""
     v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
     q, k, v = _convert(query, key, v, call.dtype)
     chosen.check(q, k, call)
@@ -176,7 +177,7 @@ def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method,
         if chosen.supports.lse:
             call.note(lse=q.new_full(query.shape[:3], -torch.inf))
         given = [query, key, *(t for t in (value if isinstance(value, Projection) else (value,)) if t is not None)]
-        return q.new_zeros(shape) + sum(t[..., :0].sum() for t in given)  # zero, and part of every input's graph
+        return q.new_zeros(shape) + sum(t[..., :0].sum() for t in given)  # zeros, in the graph of every input
 
     clean = quarantine(q, k, v, chosen, call, balance=call.past is None)
     out = _by_head(chosen, clean.q, clean.k, clean.v, clean.call, shape)
@@ -203,7 +204,7 @@ def _convert(
 def _by_head(
     chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call, shape: tuple[int, ...]
 ) -> Tensor:
-    """Run the method on key heads that are repeated to the query heads; shape: of the output."""
+    """Run the method on key heads that are repeated to the query heads. shape: the shape of the output."""
     if call.groups > 1:
         k = k.repeat_interleave(call.groups, dim=1)
         v = v if isinstance(v, Projection) else v.repeat_interleave(call.groups, dim=1)
@@ -214,7 +215,7 @@ def _by_head(
 
 
 def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
-    """Replace the rows of `out`, and of notes, that see an extreme entry by those of a call in float64."""
+    """Replace the rows of `out`, and of statistics, that see an extreme entry by those of a call in float64."""
     notes: dict[str, Tensor] | None = None if call.statistics is None else {}
     call_64 = replace(call, statistics=notes, past=None)
     if call.mask.bias is not None:
@@ -223,7 +224,7 @@ def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
     rows = wide.rows.any(-1).expand(out.shape[:3])
     for name, note in (notes or {}).items():
         before = (call.statistics or {}).get(name)
-        if before is None or before.shape != note.shape:  # of another call than the one that most rows are from
+        if before is None or before.shape != note.shape:  # cannot be merged row by row
             call.note(**{name: note})
             continue
         taken = (
@@ -246,7 +247,7 @@ def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call
 
 
 def _native_is_current(cls: type[Method]) -> bool:
-    """Return whether kernels compute what the class does: not where a subclass changed the mathematics alone."""
+    """Return whether the kernels match the class: False if a subclass overrides the mathematics but not `native`."""
 
     def depth(name: str) -> int:
         return next(i for i, base in enumerate(cls.__mro__) if name in base.__dict__)

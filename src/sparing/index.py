@@ -1,4 +1,4 @@
-"""What decoding keeps beside a cache of keys and values, so that a new query need not read all of it."""
+"""`Index`: the state that decoding keeps beside a cache of keys and values, so that a query need not read all of it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _WIDE = (torch.float32, torch.float64)  #: types that methods compute in
 
 
 class Index:
-    """Causal attention to a sequence that grows, by one method.
+    """Compute causal attention to a growing sequence by one method.
 
-    Each call brings the queries of the newest positions, and all keys and values so far, as a cache holds them. The
-    outputs are the rows that one `sparing.attention(..., is_causal=True)` over the whole sequence would give. What the
-    index knows is appended, never made again: after a prompt, a step costs what the method reads.
+    Each call passes the queries of the newest positions, and all keys and values so far, as a cache holds them. The
+    outputs are the rows that one `sparing.attention(..., is_causal=True)` over the whole sequence would give. The
+    index is appended to and never built again: after a prompt, a step costs only what the method reads.
 
-    method: one that can decode: "multipole", "window" or "top_keys", with settings.
+    method: a method that supports decoding, "multipole", "window" or "top_keys", with its settings.
     seed: fixes all random choices; None draws one number from torch's global generator.
-    scale: of the logits; None: 1 / sqrt(d).
+    scale: factor of the logits; None for 1 / sqrt(d).
     streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
 
-    `length` counts the positions that the index knows, `statistics` holds what the method noted of the last call:
-    `touched`, keys and summaries that were read, and `error`, the predicted distance to exact attention, each
-    [B, H, n_q]. Where the budget covers all keys, attention is exact, and there are none.
+    `length` is the number of positions that the index knows. `statistics` holds what the method noted about the last
+    call, each [B, H, n_q]: `touched`, the number of keys and summaries that were read, and `error`, the predicted
+    distance to exact attention. Where the budget covers all keys, attention is exact and `statistics` is empty.
 
     >>> k, v = torch.randn(2, 1, 2, 301, 16).unbind(0)
     >>> index = sparing.Index("multipole(clusters=8, keys=16, chunk=64)")
@@ -61,23 +61,23 @@ class Index:
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
             raise TypeError(f"scale={scale!r} must be a number or None")
         if scale is not None and not abs(scale) <= LARGEST_SCALE:
-            raise ValueError(f"scale={scale!r} must be finite, and of a size of at most {LARGEST_SCALE:g}")
+            raise ValueError(f"scale={scale!r} must be finite, and its magnitude at most {LARGEST_SCALE:g}")
         self.scale = scale
         self.streams = None if streams is None else list(streams)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the next call starts a sequence."""
+        """Forget everything, so that the next call starts a sequence."""
         self.length = 0
         self.statistics: Mapping[str, Tensor] = {}
         self._batch = 0
         self._kind: tuple[object, ...] | None = None
-        self._keep: Tensor | None = None  # (B, length) which keys are valid; None: all
+        self._keep: Tensor | None = None  # (B, length) which keys are valid; None for all
         self._past: Past | None = None
-        self._odd = False  # whether a key or value was not finite, or large, be it padding
+        self._odd = False  # whether any key or value so far, padding included, was non-finite or large
 
     def __copy__(self) -> Index:
-        """Return an independent copy, as `copy.deepcopy` does: a step writes to what the index keeps, in place."""
+        """Return an independent copy, as `copy.deepcopy` does, since a step writes to the index's tensors in place."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
@@ -85,15 +85,15 @@ class Index:
 
     @property
     def batch(self) -> int:
-        """The number of sequences that the index follows; 0 before the first call."""
+        """Number of sequences that the index follows; 0 before the first call."""
         return self._batch
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Return attention [B, H, n_q, e] of the newest positions to the whole sequence.
 
         query: [B, H, n_q, d], the newest positions. key: [B, H_kv, n, d] and value: [B, H_kv, n, e], all positions.
-        attn_mask: boolean, [B, n] or [B, 1, 1, n], False for padding; it may not change for positions that were there
-        before. Rows of padding give zeros, but for those of a prompt.
+        attn_mask: boolean, [B, n] or [B, 1, 1, n], False for padding; it may not change for positions of earlier calls.
+        Rows of padding give zeros, except in a prompt.
         """
         keep = self._arriving(query, key, value, attn_mask)
         if self.length == 0:
@@ -137,30 +137,30 @@ class Index:
             return out if spoiled is None else out.masked_fill(spoiled, torch.nan)
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
-        """Make and return the method's past for a prompt like this; None if the method keeps nothing."""
+        """Make and return the state that the method keeps for a prompt like this; None if it keeps none."""
         with memory_errors_named(self.method, query=query, key=key), _plainly(query):
             self._past = self.method.past(_wide(query), key, value, self._draws(query, key), self._scale(query))
         return self._past
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:
-        """Learn from positions whose attention somebody else computed, such as an exact prompt."""
+        """Add positions whose attention was computed elsewhere, such as an exact prompt."""
         self._learn(query, key, value, self._arriving(query, key, value, attn_mask))
 
     def crop(self, length: int, key: Tensor, value: Tensor) -> None:
-        """Forget the positions from `length` on; key and value as they are afterwards."""
+        """Forget the positions from `length` on. key, value: the cropped ones, with `length` positions."""
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"length={length!r} must be an integer")
         if not 0 <= length <= self.length:
             raise ValueError(f"length={length} must be from 0 to {self.length}, the positions that the index knows")
         if length < self.length and not key.shape[2] == value.shape[2] == length:
             raise ValueError(
-                f"key has {key.shape[2]} positions and value {value.shape[2]}; crop(length={length}) takes them as "
-                "they are afterwards"
+                f"key has {key.shape[2]} positions and value {value.shape[2]}; crop(length={length}) takes key and "
+                f"value after cropping, with {length} positions"
             )
         if length and self._kind is not None and self._kind[1:] != _kind(key, key, value)[1:]:
             raise ValueError(
-                f"key {list(key.shape)} and value {list(value.shape)} have other heads, sizes or another type than the "
-                "index follows"
+                f"key {list(key.shape)} and value {list(value.shape)} differ in heads, sizes or type from those that "
+                "the index follows"
             )
         if length and key.shape[0] != self._batch:
             raise ValueError(f"key has a batch of {key.shape[0]}, but the index follows {self._batch}")
@@ -181,9 +181,9 @@ class Index:
             return
         items = torch.as_tensor(items)
         if items.dtype not in (torch.int32, torch.int64) or items.numel() == 0:
-            raise ValueError(f"items={items.tolist()} must be a list of numbers, and not empty")
+            raise ValueError(f"items={items.tolist()} must be a non-empty list of integers")
         if items.ndim != 1 or bool(((items < 0) | (items >= self._batch)).any()):
-            raise ValueError(f"items={items.tolist()} must be a list of numbers from 0 to {self._batch - 1}")
+            raise ValueError(f"items={items.tolist()} must be a list of integers from 0 to {self._batch - 1}")
         if items.tolist() == list(range(self._batch)):
             return
         if self._past is not None:
@@ -202,7 +202,7 @@ class Index:
                 raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
         if len({x.dtype for x in (query, key, value)}) > 1 or not query.is_floating_point():
             raise ValueError(
-                f"query {query.dtype}, key {key.dtype} and value {value.dtype} must be of one type, a floating one"
+                f"query {query.dtype}, key {key.dtype} and value {value.dtype} must have the same floating-point dtype"
             )
         batch, _, n_q, _ = query.shape
         n = key.shape[2]
@@ -230,11 +230,11 @@ class Index:
                 f"{kind}, but the index follows {self._kind}; call reset() to start another sequence"
             )
         if n_q == 0:
-            raise ValueError("query brings 0 positions; it must bring at least one")
+            raise ValueError("query has 0 positions; it must have at least one")
         if n != self.length + n_q:
             what = "shrank; call crop() first" if n < self.length + n_q else "holds keys whose queries it never saw"
             raise ValueError(
-                f"key has {n} positions, but the index knows {self.length} and query brings {n_q}: the sequence {what}"
+                f"key has {n} positions, but the index knows {self.length} and query has {n_q}: the sequence {what}"
             )
         keep = attn_mask
         if keep is not None and keep.ndim == 4 and keep.shape[1:3] == (1, 1):
@@ -242,7 +242,7 @@ class Index:
         if keep is not None and (keep.dtype != torch.bool or keep.shape != (batch, n)):
             raise ValueError(f"attn_mask: {keep.dtype} {list(keep.shape)} must be boolean, [{batch}, {n}]")
         if not self.agrees(keep):
-            raise ValueError("attn_mask hides other keys than at the call before; call reset() and start again")
+            raise ValueError("attn_mask hides other keys than in the previous call; call reset() and start again")
         return keep
 
     def fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -250,7 +250,7 @@ class Index:
         return self._kind in (None, _kind(query, key, value)) and self._batch in (0, query.shape[0])
 
     def agrees(self, keep: Tensor | None) -> bool:
-        """Return whether a mask [B, n] hides those of the known keys that were hidden before; None hides none."""
+        """Return whether a mask [B, n] hides the same known keys as in earlier calls; None hides none."""
         before, known = None if keep is None else keep[:, : self.length], self._keep
         if before is not None and known is not None:
             return torch.equal(before, known)
@@ -279,10 +279,10 @@ class Index:
     def _clean(
         self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Take out non-finite entries as `sparing.attention` does; return the entries of the rows that they spoil, too.
+        """Return q, k and v without non-finite entries, as in `sparing.attention`, and the output entries they spoil.
 
-        Only what is new is looked at; once a key or value was not finite, each call reads all of them. Entries so large
-        that products could overflow are refused: what the index keeps has no room for them.
+        Only new positions are checked, until a key or value is non-finite; from then on each call reads all of them.
+        Entries so large that products could overflow raise an error: the state of the index has no room for them.
         """
         new = (key[:, :, self.length :], value[:, :, self.length :])
         odd = self._odd or not all(is_moderate(x) for x in new)
@@ -330,13 +330,13 @@ class Index:
 
 
 def _kind(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
-    """Return what may not change while a sequence grows."""
+    """Return the sizes, type and device that may not change while a sequence grows."""
     _, heads, _, size = query.shape
     return heads, key.shape[1], size, value.shape[3], query.dtype, query.device
 
 
 def _plainly(x: Tensor) -> AbstractContextManager[object]:
-    """Switch off gradients, autocast and inference mode, whose tensors could not be written to outside it."""
+    """Switch off gradients, autocast and inference mode, whose tensors cannot be written to outside it."""
     kind = x.device.type
     if not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(kind):
         return torch.no_grad() if torch.is_grad_enabled() else nullcontext()

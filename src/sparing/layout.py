@@ -18,7 +18,7 @@ class Layout(NamedTuple):
     key: Tensor
     value: Tensor | Projection
     attn_mask: Tensor | None
-    leading: torch.Size | None  #: of the result, before its length and width; None where nothing was changed
+    leading: torch.Size | None  #: the result's sizes before length and width; None where nothing was changed
 
     def restore(self, result: Tensor) -> Tensor:
         """Return a result that begins with [batch, heads] in the shape of the caller's tensors."""

@@ -1,4 +1,4 @@
-"""What a mask means, worked out once for each call: causality, key padding, and patterns that differ by query."""
+"""Decode the masks of a call once: causality, key padding, and patterns that differ by query."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mask:
         return None if self.pattern is None or self.pattern.dtype == torch.bool else self.pattern
 
     def visible(self, n_q: int, n_k: int, device: torch.device) -> Tensor | None:
-        """Boolean, broadcastable to (B, H, n_q, n_k): which keys a query may attend to; None when all."""
+        """Return which keys a query may attend to: boolean, broadcastable to (B, H, n_q, n_k); None for all."""
         allowed: Tensor | None = None
         if self.causal:
             allowed = torch.ones(n_q, n_k, dtype=torch.bool, device=device).tril()[None, None]
@@ -39,10 +39,10 @@ class Mask:
         return allowed
 
     def key_ranks(self, n_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(B or 1, n_k) rank of each key among the valid ones, and (B or 1,) how many there are.
+        """Return the rank (B or 1, n_k) of each key among the valid ones, and their number (B or 1,).
 
-        A padded key carries the rank of the last valid key before it; draws keyed by the rank are thus the same
-        with and without padding.
+        A padded key has the rank of the last valid key before it, so draws keyed by the rank are the same with and
+        without padding.
         """
         return _ranks(self.keep, n_k, device)
 
@@ -103,15 +103,15 @@ def _check_pattern(mask: Tensor | None, query: Tensor, n_k: int) -> Tensor | Non
 
 
 def _split_padding(mask: Tensor | None, batch: int, n_k: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return (key padding, other mask). A mask that hides or shows the same keys everywhere is padding."""
+    """Return (key padding, other mask). A mask that hides the same keys from all queries and heads is padding."""
     if mask is None:
         return None, None
-    if mask.requires_grad:  # a learned bias, also where it is all zero now
+    if mask.requires_grad:  # a learned bias, even if it is all zero now
         return None, mask
     if 0 in mask.shape:
         return mask.new_ones(batch, n_k, dtype=torch.bool), None
     row = mask[:, 0, 0, :]
-    # However it is stored: what a mask means must not depend on whether it was written out.
+    # The meaning of a mask must not depend on its storage: an expanded mask and a copy of it are the same mask.
     plain = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
     if not plain and not torch.equal(mask, row[:, None, None, :].expand_as(mask)):
         return None, mask

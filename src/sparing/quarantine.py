@@ -22,7 +22,7 @@ from torch import Tensor
 from sparing.call import Call
 from sparing.contract import Method, Projection
 
-LARGEST_SCALE = 1e8  #: of float32 calls; beyond, a call is computed in float64
+LARGEST_SCALE = 1e8  #: largest scale of float32 calls; calls with a larger one are computed in float64
 
 
 class Wide(NamedTuple):
@@ -31,7 +31,7 @@ class Wide(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor | Projection
-    rows: Tensor  # boolean, broadcastable to (B, H, n_q, e): entries of the output that it is for
+    rows: Tensor  # boolean, broadcastable to (B, H, n_q, e): entries of the output that come from this call
 
 
 class Clean(NamedTuple):
@@ -40,7 +40,7 @@ class Clean(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor | Projection
-    call: Call  # with a mask without NaN
+    call: Call  # its mask holds no NaN
     spoiled: Tensor | None  # boolean, broadcastable to (B, H, n_q, e): entries of the output that must be NaN
     wide: Wide | None
 
@@ -48,9 +48,9 @@ class Clean(NamedTuple):
 def quarantine(
     q: Tensor, k: Tensor, v: Tensor | Projection, method: Method, call: Call, *, balance: bool = True
 ) -> Clean:
-    """Zero padded keys and values, take out non-finite and extreme entries, say which output entries see them.
+    """Zero padded keys and values, take out non-finite and extreme entries, and find the output entries that see them.
 
-    balance: whether float64 queries and keys may be returned at other sizes with the same products.
+    balance: whether float64 queries and keys may be rescaled so that their products stay the same.
     """
     payload = v.x if isinstance(v, Projection) else v  # (B, H_kv, n_k, e) or (B, n_k, in)
     if call.mask.keep is not None:
@@ -68,7 +68,7 @@ def quarantine(
         if q.dtype == torch.float64:
             if balance and method.supports.training_free:
                 q, k = _balanced(q, k, limit, call)
-            if call.mask.influence is not None:  # padded queries, which nothing else may see
+            if call.mask.influence is not None:  # padded queries, which no other row may depend on
                 far = _extreme(q, limit) & ~call.mask.influence[:, None]
                 bad_q, q = bad_q | far, q.masked_fill(far.unsqueeze(-1), 0.0)
             _refuse_extreme(q, k, limit, call.scale)
@@ -110,7 +110,7 @@ def _without_nan(call: Call, n_q: int, n_k: int) -> tuple[Call, Tensor | None]:
     """Return the call with zeros for NaN and +inf in its additive mask, and the rows that see one (B, H, n_q, 1)."""
     mask = call.mask.bias
     assert mask is not None
-    if mask.numel() == 0 or float(mask.detach().amax()) < math.inf:  # NaN is the largest
+    if mask.numel() == 0 or float(mask.detach().amax()) < math.inf:  # amax returns NaN if there is one
         return call, None
     bad = mask.isnan() | (mask == math.inf)
     visible = call.mask.visible(n_q, n_k, mask.device)
@@ -137,7 +137,7 @@ def _balanced(q: Tensor, k: Tensor, limit: float, call: Call) -> tuple[Tensor, T
     size_k = k.detach().abs().amax((-2, -1))
     tiny = torch.finfo(q.dtype).tiny
     exponents = [size.clamp_min(tiny).frexp().exponent for size in (size_q, size_k)]
-    half = ((exponents[0] - exponents[1]) // 2).clamp(-1000, 1000)  # a power that is finite, and so is its inverse
+    half = ((exponents[0] - exponents[1]) // 2).clamp(-1000, 1000)  # 2^half and its inverse are finite
     factor = torch.exp2(half.to(q.dtype)).masked_fill(torch.maximum(size_q, size_k) <= limit, 1.0)
     beyond = torch.maximum(size_q / factor, size_k * factor) > limit
     if bool(beyond.any()):
@@ -170,7 +170,7 @@ def is_moderate(tensor: Tensor) -> bool:
 
 
 def are_moderate(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
-    """Return the same for q, and for k and v (B, H, n, .) from position `start` on."""
+    """Return whether q, and k and v (B, H, n, .) from position `start` on, are moderate."""
     return all(is_moderate(x) for x in (q, k[:, :, start:], v[:, :, start:]))
 
 
@@ -190,12 +190,14 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _rows_that_see(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, reach: Tensor | None, call: Call) -> Tensor:
-    """(B, H, n_q, e or 1): a marked query belongs to its row, a marked key or value to the rows that may look at it.
+    """Return the output entries (B, H, n_q, e or 1) that see a marked entry.
 
-    reach: the keys that the method lets a query use (`Method.reach`); None: all that the call shows to it.
+    A marked query is seen by its own row, a marked key or value by the rows that may look at it.
+
+    reach: the keys that the method lets a query use (`Method.reach`); None for all that the call shows to it.
     """
     n_q, n_k = bad_q.shape[-1], bad_k.shape[-1]
-    if bad_v.ndim == 3:  # hidden states of a Projection: every width of every head
+    if bad_v.ndim == 3:  # hidden states of a Projection, which reach every column of every head
         bad_v = bad_v.any(-1)[:, None, :, None]
     bad = (bad_v | bad_k.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)  # (B, H, n_k, e)
     if call.mask.pattern is None and reach is None:  # padded keys are zero, hence not bad

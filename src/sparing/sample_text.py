@@ -1,4 +1,4 @@
-"""English text that every Python has."""
+"""Return English text and source code that come with every Python, so that nothing need be downloaded."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ import ast
 import warnings
 from typing import Any
 
-LONGEST = 1000  #: characters of a spec, of which no method needs more than 200; Python's parser recurses
+LONGEST = 1000  #: most characters of a spec. No method needs more than 200, and Python's parser recurses
 
 
 def shown(value: Any) -> str:
-    """Return a value as Python writes it, for an error: the start alone where it is long.
+    """Return the repr of a value for an error message, cut off where it is long.
 
     >>> shown(10**5000), shown("a" * 100)
     ('an integer of 16610 bits', "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...")
@@ -40,12 +40,12 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         "'yoso(hashes=32, normalize=l2)'"
     )
     if len(spec) > LONGEST:
-        raise ValueError(f"method: the spec {shown(spec)} has {len(spec)} characters; it may have {LONGEST}")
+        raise ValueError(f"method: the spec {shown(spec)} has {len(spec)} characters; at most {LONGEST} are allowed")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's, of text that looks like a mistake in a program
+            warnings.simplefilter("ignore")  # SyntaxWarning, for text that looks like a mistake in a program
             tree = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: of nesting, by version of Python
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # deep nesting raises either of the last two
         raise wrong from None
     if isinstance(tree, ast.Name):
         return tree.id, {}

@@ -20,27 +20,27 @@ from typing import Any
 
 from sparing.from_json import parse
 
-Cell = Mapping[str, Any]  #: what tells a measurement from all others; JSON
-Check = Callable[[Cell, Any], object]  #: raises ValueError where a kept result is not one of this cell
-FORMAT = 2  #: of kept results; results of format 1 had no checksum and are measured again
+Cell = Mapping[str, Any]  #: the key of a measurement: a JSON object with everything that its result depends on
+Check = Callable[[Cell, Any], object]  #: raises ValueError if a kept result does not belong to this cell
+FORMAT = 2  #: version of the files of kept results; those of format 1 had no checksum and are measured again
 CHECKSUM = "sha256"  #: the entry of a JSON object that holds the checksum of all others
 _SEAL = b"\nsparing sha256 "  # before the checksum at the end of a file that is not JSON
 _STALE = 3600  # seconds after which a temporary file was left behind by a process that was killed
 
 
 class Damaged(ValueError):
-    """Content that differs from what was written."""
+    """Raised for content that differs from what was written."""
 
 
 class StoreWarning(UserWarning):
-    """Results that are not kept, or that are measured again."""
+    """Warns that results are not kept, or that they are measured again."""
 
 
 def write_files(contents: Mapping[Path, str | bytes], *, durable: bool = True) -> None:
     """Write all files or none, atomically: under temporary names, which are renamed when all files are complete.
 
     contents: path -> text, which is written as UTF-8, or bytes. A path that is a symbolic link is followed.
-    durable: wait until the disk has the content, and remove temporary files that killed processes left. Without it,
+    durable: wait until the content is on the disk, and remove temporary files that killed processes left. Without it,
         a power failure may leave an empty file.
     """
     written: list[tuple[str, Path]] = []

@@ -119,7 +119,7 @@ def test_standard_input(monkeypatch):
         ("a.jsonl", b'{"a": "x", "b": "y"}', {}, r"a.jsonl has no column 'text'; it has 'a', 'b'"),
         ("a.jsonl", b'{"text": "x"}', {"label": "mark"}, r"a.jsonl has no label column 'mark'; it has 'text'"),
         ("a.jsonl", b'{"text": "x", "m": 1}\n{"text": "y"}', {"label": "m"}, r"a.jsonl, line 2 has no 'm'"),
-        ("a.json", b'[{"text": "x"}]', {}, r"a.json is JSON; write one object on each line and call it .jsonl"),
+        ("a.json", b'[{"text": "x"}]', {}, r"a.json is JSON; write one object per line and name the file .jsonl"),
         ("a.csv", b'text\n"open', {}, r"a.csv, line \d: unexpected end of data"),
         ("a.csv", b"text\nx", {"column": "body"}, r"a.csv has no column 'body'; it has 'text'"),
         ("a.csv", b"text\nx", {"whole": True}, r"a.csv is a table; --whole is for plain text"),
@@ -147,7 +147,7 @@ def test_standard_input(monkeypatch):
         ("a.csv.gz", b"no", {}, r"a.csv.gz cannot be unpacked: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"x" * 99, mtime=0)[:12] + b"!!!!!!!!!!!!", {}, r"a.txt.gz cannot be unpacked: \w"),
         ("a.txt.xz", lzma.compress("gr\xfcn".encode("latin-1")), {}, r"a.txt.xz is not UTF-8"),
-        ("a.json.xz", lzma.compress(b"[]"), {}, r"a.json.xz is JSON; write one object on each line"),
+        ("a.json.xz", lzma.compress(b"[]"), {}, r"a.json.xz is JSON; write one object per line"),
         ("a.parquet.xz", b"", {}, r"a.parquet.xz is Parquet in an archive; unpack it first"),
         ("none.txt.xz", None, {}, r"data: there is no file .*none.txt.xz"),
         ("a.txt", b"x", {"label": "mark"}, r"a.txt is plain text and has no label column 'mark'; use .jsonl"),
@@ -179,7 +179,7 @@ def test_a_surrogate_pair_is_a_character(tmp_path):
 def test_folders_and_no_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data: .* is a folder; name the files in it"):
         read([tmp_path])
-    with pytest.raises(ValueError, match="no file is named"):
+    with pytest.raises(ValueError, match="no file was given"):
         read([])
 
 

@@ -228,7 +228,7 @@ def test_select_of_nothing_new_does_nothing():
     index.select(torch.tensor([0, 1]))
     assert index._past.store.reals is before  # type: ignore[union-attr]
     for bad in ([0, 2], [-1], [[0, 1]]):
-        with pytest.raises(ValueError, match=r"items=.* must be a list of numbers from 0 to 1"):
+        with pytest.raises(ValueError, match=r"items=.* must be a list of integers from 0 to 1"):
             index.select(torch.tensor(bad))
     assert index.batch == 2
 

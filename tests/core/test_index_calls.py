@@ -212,22 +212,22 @@ def test_other_heads_widths_and_types_than_before_are_refused(spec):
     refused(index, "the index follows", q[..., :4], k[..., :4], v)
     refused(index, "the index follows", q, k, v[..., :4])
     refused(index, "the index follows", q.float(), k.float(), v.float())
-    refused(index, "of one type", q, k.float(), v)
+    refused(index, "must have the same floating-point dtype", q, k.float(), v)
 
 
 def test_sequences_that_shrink_or_jump_are_refused():
     index, x = started()
-    refused(index, r"key has 40 positions, .* knows 50 and query brings 1: the sequence shrank; call crop\(\) first",
+    refused(index, r"key has 40 positions, .* knows 50 and query has 1: the sequence shrank; call crop\(\) first",
             *x.part(39, 40))  # fmt: skip
     refused(index, r"key has 55 positions, .* holds keys whose queries it never saw", *x.part(54, 55))
-    refused(index, "query brings 0", *x.part(50, 50))
+    refused(index, "query has 0", *x.part(50, 50))
     fresh = sparing.Index(MULTIPOLE)
     refused(fresh, "holds keys whose queries it never saw", *x.part(40, 50))
-    refused(fresh, "query brings 0", *x.part(0, 0))
+    refused(fresh, "query has 0", *x.part(0, 0))
     for bad in (51, -1):
         with pytest.raises(ValueError, match=rf"length={bad} must be from 0 to 50, the positions that the index knows"):
             index.crop(bad, x.k[:, :, :50], x.v[:, :, :50])
-    with pytest.raises(ValueError, match="as they are afterwards"):
+    with pytest.raises(ValueError, match="takes key and value after cropping, with"):
         index.crop(20, x.k[:, :, :50], x.v[:, :, :50])
     assert index.length == 50
 
@@ -241,7 +241,7 @@ def test_masks_that_do_not_fit_are_refused():
     refused(index, r"attn_mask", q, k, v, shown[:, None, None].expand(2, 4, 1, 51))
     hidden = shown.clone()
     hidden[1, 7] = False
-    refused(index, r"attn_mask hides other keys than at the call before; call reset\(\)", q, k, v, hidden)
+    refused(index, r"attn_mask hides other keys than in the previous call; call reset\(\)", q, k, v, hidden)
     index.reset()
     index.attention(*x.part(0, 50)[:3], hidden[:, :50])
     refused(index, "attn_mask hides other keys", q, k, v)
