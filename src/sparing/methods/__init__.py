@@ -1,4 +1,4 @@
-"""One approximation, one room: a file, or a folder whose `method.py` has the class. Importing this registers all."""
+"""All methods: each is a file, or a folder whose `method.py` has the class. Importing this package registers them."""
 
 import sys
 from types import ModuleType
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """The package, which answers the call `sparing.methods()` of earlier versions with the new name."""
+    """The type of this package, which makes `sparing.methods()`, a call of old versions, raise with the new name."""
 
     def __call__(self) -> NoReturn:
         raise TypeError("sparing.methods is the package of all methods; call sparing.list_methods() for a list of them")

@@ -80,8 +80,8 @@ def _needs_plain_gradient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return (q, scale) of the same logits with a scale above zero.
 
-    torch hides later keys before it scales, and -inf becomes +inf at a negative scale and NaN at zero. So it does at a
-    scale that the type of q rounds to zero, whose logits are zero, too.
+    torch hides later keys before it scales, so that -inf becomes +inf at a negative scale and NaN at a scale of zero,
+    or at one that the type of q rounds to zero.
     """
     if abs(scale) < torch.finfo(q.dtype).tiny:
         return q * 0.0, 1.0

@@ -24,14 +24,15 @@ class RandomFeatures(Method):
     out_i = sum_j phi(q_i).phi(k_j) v_j / sum_j phi(q_i).phi(k_j)
     phi(x) = F^(-1/2) exp(R x' - |x'|^2 / 2),  x' = sqrt(s) x
 
-    E[phi(q).phi(k)] = exp(s q.k) for Gaussian rows of R, and for orthogonal rows whose norms follow the chi law. With
-    Gaussian rows its relative variance is (exp(|q' + k'|^2) - 1) / F: on peaked attention thousands of features can be
-    too few, and the result worse than the mean of the values. `inspect()` returns the mean of |q' + k'|^2 - log F over
-    the keys that a query sees as `log_variance`: much above zero, do not trust the row. No number of features is exact.
-    A row whose features all underflow gives zeros; by then log_variance is in the hundreds.
+    E[phi(q).phi(k)] = exp(s q.k) for Gaussian rows of R, and for orthogonal rows with chi-distributed norms. With
+    Gaussian rows the relative variance of phi(q).phi(k) is (exp(|q' + k'|^2) - 1) / F: on peaked attention thousands
+    of features can be too few, and the result worse than the mean of the values. `inspect()` returns `log_variance`,
+    the mean of |q' + k'|^2 - log F over the keys that a query sees; do not trust rows where it is much above zero.
+    No number of features makes the result exact. A row whose features all underflow gives zeros; log_variance is then
+    in the hundreds.
 
-    features: rows of R.
-    orthogonal: blocks of orthogonal rows with chi-distributed norms (default), or independent Gaussian rows.
+    features: number of random features F, the rows of R.
+    orthogonal: True draws blocks of orthogonal rows with chi-distributed norms, False independent Gaussian rows.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="random_features(features=64)", is_causal=True, seed=0).shape
@@ -46,7 +47,7 @@ class RandomFeatures(Method):
     orthogonal: bool = True
 
     def projection(self, d: int, call: Call) -> Tensor:
-        """R (H, F, d) in float64."""
+        """Return R (H, F, d) in float64."""
         if not self.orthogonal:
             return call.draws.normal("random_features.rows", self.features, d)
         blocks = math.ceil(self.features / d)
@@ -63,7 +64,7 @@ class RandomFeatures(Method):
         q, k = _scaled(q, k, call)
         along_q, along_k = q @ rows.mT, k @ rows.mT  # |q'|^2 is the same for all keys and cancels
         top_q, top_k = (x.detach().amax(-1, keepdim=True) for x in (along_q, along_k))
-        half = k.square().sum(-1, keepdim=True) / 2  # would swallow the others if it were subtracted from each
+        half = k.square().sum(-1, keepdim=True) / 2  # kept apart: subtracting it from each entry would lose digits
         phi_k = (along_k - top_k - (half - half.detach())).exp()
         return LogFeatures((along_q - top_q).exp(), phi_k, (top_k - half.detach()).squeeze(-1))
 
@@ -71,13 +72,14 @@ class RandomFeatures(Method):
         if call.noted:
             q, k = _scaled(q, k, call)
             sums = plain_sums(torch.cat([k, k.square().sum(-1, keepdim=True)], dim=-1), call, q.shape[-2])
-            mean = dense.divide_rows(*sums)  # of k' and |k'|^2 over the keys in sight
+            mean = dense.divide_rows(*sums)  # mean of k' and |k'|^2 over the keys that a query sees
             square = q.square().sum(-1) + 2 * (q * mean[..., :-1]).sum(-1) + mean[..., -1]
             call.note(log_variance=square - math.log(self.features))
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self._note_variance(q, k, call)
-        # Each row is divided by the largest factor that it sees: it cancels, and never looks at the future.
+        # Each row is divided by the largest factor among the keys that it sees, which cancels. A maximum over all keys
+        # would depend on later ones.
         weights = feature_weights(self.log_features(q, k, call), call.mask.visible(q.shape[-2], k.shape[-2], q.device))
         return dense.divide_rows(weights @ v, weights.sum(-1, keepdim=True))
 

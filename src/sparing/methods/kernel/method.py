@@ -27,15 +27,18 @@ class Kernel(Method):
 
     out_i = sum_j kappa(q_i, k_j) v_j / sum_j kappa(q_i, k_j)                                 (Value-aware, eq. 1)
 
-    It is its own target and not an approximation; only `exp` fits weights that were trained with softmax attention.
-    `elu` costs linear time in the length, also under causality. So does `poly` of degree 2 without causality, once the
-    keys are twice its d (d + 1) / 2 features. All else, and any mask beyond key padding, costs quadratic time.
+    The method is its own target, not an approximation; only `exp` fits weights that were trained with softmax
+    attention. `elu` takes linear time in the length, causal or not. So does `poly` of degree 2 if it is not causal and
+    there are at least twice as many keys as its d (d + 1) / 2 features. Everything else, and any mask beyond key
+    padding, takes quadratic time.
 
-    kind: "exp": exp(s q.k), softmax attention. "poly": (s q.k)^degree. "elu": (1 + ELU(q)).(1 + ELU(k)), which takes q
-        and k as they are and ignores the scale s. "gaussian": exp(-s |q - k|^2 / 2), with s = 1/sqrt(d) by default.
-    degree: exponent of "poly"; even, so that no weight is negative.
-    normalize: "row" divides by the sum of the weights, "none" by nothing (the paper's way for gaussian: the output
-        grows with the length), "length" by the number of visible keys. "exp" and "poly" overflow unless by row.
+    kind: the kernel kappa. "exp" is exp(s q.k), softmax attention. "poly" is (s q.k)^degree. "elu" is
+        (1 + ELU(q)).(1 + ELU(k)), which ignores the scale s. "gaussian" is exp(-s |q - k|^2 / 2), where s = 1/sqrt(d)
+        by default.
+    degree: exponent of "poly"; it must be even, so that no weight is negative.
+    normalize: "row" divides by the sum of the weights and "length" by the number of visible keys. "none" does not
+        divide (the paper's choice for gaussian), so that the output grows with the length. "exp" and "poly" need "row",
+        since they would overflow.
 
     A row whose weights are all zero (poly with q orthogonal to all keys, or an underflow) averages the visible values.
 
@@ -103,7 +106,7 @@ class Kernel(Method):
         if self.kind == "elu":
             return feature_weights(elu_features(q, k, shift=by_row), visible)
         if self.kind == "poly":
-            # Rows may have any size, and large ones keep products with the smallest keys from underflowing.
+            # The size of a row cancels, and large rows keep products with the smallest keys from underflowing.
             scores = _unit(q, (-1,)) * (math.copysign(2.0**60, scale) if scale else 0.0) @ k.mT
             scores = scores if visible is None else scores.masked_fill(~visible, 0.0)
             return _unit(scores, (-1,)).pow(self.degree)
@@ -141,7 +144,7 @@ class Kernel(Method):
         return method("exact").fast(q, k, pad(v, (0, width - e)), call)[..., :e].to(dtype)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Compute the dense product some queries at a time, without keys that causality hides from all of them."""
+        """Compute the dense product in blocks of queries, without the keys that come after all of a block."""
         n_q, n_k = q.shape[-2], k.shape[-2]
         visible = call.mask.visible(n_q, n_k, q.device)
         visible = None if visible is None else visible.expand(-1, -1, n_q, n_k)
@@ -188,7 +191,7 @@ class Kernel(Method):
         return out
 
     def _squares_pay(self, n_q: int, n_k: int, d: int, call: Call) -> bool:
-        """Return whether `poly` is faster through its feature map: measured, if features are half the keys or fewer."""
+        """Return whether `poly` is faster by its feature map: as measured, if features are at most half the keys."""
         plain = self.degree == 2 and not call.mask.causal and call.mask.pattern is None and call.scale != 0
         return plain and _square_width(d) * (n_q + n_k) <= n_q * n_k
 
@@ -227,7 +230,7 @@ class Kernel(Method):
             return Cost(work + shape.projection_flops, 4.0 * units * (wide * (kept + e) + tokens), wide)
         touched = shape.pairs / max(shape.queries, 1)
         if self.kind in ("exp", "gaussian") and self.normalize == "row":
-            d, e = (d, e) if self.kind == "exp" else (max(d + 1, e),) * 2  # as in `_softmax`
+            d, e = (d, e) if self.kind == "exp" else (max(d + 1, e),) * 2  # the widths that `_softmax` pads to
             work = units * shape.pairs * (2 * d + 1 + 2 * e)
             return Cost(work + shape.projection_flops, 4.0 * units * tokens, touched)
         corner = min(shape.queries, shape.keys) if shape.causal else 0

@@ -18,12 +18,12 @@ from sparing.methods.linformer.native import sign_projection
 from sparing.native import segments as native_segments
 from sparing.native.attend import attend
 
-_SIGNS = "linformer.signs"  # what the random signs are drawn for
+_SIGNS = "linformer.signs"  # purpose of the random signs
 _SIGNS_TAG = checksum(_SIGNS)
 
 
 class LengthProjection(nn.Module):
-    """Linformer's learned E: one matrix of `rank` x `max_length` per head, for keys and values alike."""
+    """Linformer's learned E: one matrix of `rank` x `max_length` per head, shared by keys and values."""
 
     def __init__(self, heads: int, rank: int, max_length: int) -> None:
         super().__init__()
@@ -36,15 +36,15 @@ class Linformer(Method):
 
     out = softmax(s Q (E K)^T) (E V),  E of shape rank x n_k
 
-    E is learned, one per head, and lives in a module: see `sparing.nn.MultiheadAttention`. A valid token meets the
-    column of its rank among the valid tokens; shorter sequences use the first columns. Every slot mixes all positions,
-    so there is no causal form.
+    E is learned, one per head, and lives in a module: see `sparing.nn.MultiheadAttention`. Column j of E belongs to
+    the j-th valid token, so shorter sequences use the first columns. Every slot mixes all positions, so there is no
+    causal form.
 
-    rank: slots, the rows of E.
-    projection: E when no learned one is given. "random": signs / sqrt(rank), a Johnson-Lindenstrauss map; the start of
-        a training, and not an approximation of softmax attention. "pooled": slots are means of `rank` runs of
-        consecutive tokens, and the logarithm of a run's length is added to its logit. That is exact for rank >= n_k
-        and where the tokens of a run are alike, and useless where neighbours have nothing in common. No learned state.
+    rank: number of slots, the rows of E.
+    projection: E without a learned state. "random" takes signs / sqrt(rank), a Johnson-Lindenstrauss map: the initial
+        value for training, not an approximation of softmax attention. "pooled" takes the means of `rank` runs of
+        consecutive tokens and adds the logarithm of a run's length to its logit. It learns nothing; it is exact for
+        rank >= n_k and where the tokens of a run are equal, and useless where neighbours have nothing in common.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="linformer(rank=32, projection=pooled)").shape
@@ -89,11 +89,11 @@ class Linformer(Method):
 
     def _slots(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return K' = E K (B, H, r, d) and V' = E V."""
-        if call.mask.keep is not None:  # the valid tokens first, in their order
+        if call.mask.keep is not None:  # move the valid tokens to the front, in their order
             order = place_of_rank(call.mask.keep)[:, None, :, None]
             k, v = (x.take_along_dim(order, dim=2) for x in (k, v))
         rows = self._rows(k.shape[-2], call).to(k.dtype)  # E (H, r, n)
-        n = rows.shape[-1]  # a learned E may be shorter than the padding
+        n = rows.shape[-1]  # a learned E may be shorter than the padded sequence
         return rows @ k[..., :n, :], rows @ v[..., :n, :]
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -112,7 +112,7 @@ class Linformer(Method):
         if call.state is not None:
             weight: Tensor = call.state.weight  # type: ignore[assignment]
             return weight[..., :n]
-        bits = call.draws.bits(_SIGNS, n, -(-self.rank // 32))  # 32 signs to a word; column j needs no n
+        bits = call.draws.bits(_SIGNS, n, -(-self.rank // 32))  # 32 signs per word; column j does not depend on n
         signs = (bits.unsqueeze(-1) >> torch.arange(32, device=bits.device)) & 1
         return (signs.flatten(-2)[..., : self.rank].mT.double() * 2 - 1) / self.rank**0.5
 
@@ -124,7 +124,7 @@ class Linformer(Method):
         return weights @ slots_v
 
     def _lengths(self, k: Tensor, call: Call) -> Tensor:
-        """(B or 1, r): how many valid tokens each run has."""
+        """Return the number of valid tokens of each run, (B or 1, r)."""
         _, count = call.mask.key_ranks(k.shape[-2], k.device)
         ends = torch.arange(self.rank + 1, device=k.device) * count[:, None] // self.rank  # (B or 1, r + 1)
         return ends.diff(dim=-1)

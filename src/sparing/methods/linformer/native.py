@@ -1,4 +1,4 @@
-"""Products with a matrix of random signs, which is drawn and never stored."""
+"""Wrapper of the kernel of `linformer`: products with a matrix of random signs, which is drawn and never stored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ schemas.define(f"sign_projection_backward(Tensor grad, {_DRAWS}, int tokens) -> 
 
 
 def sign_projection(x: Tensor, keep: Tensor | None, draws: Draws, purpose: int, slots: int) -> Tensor:
-    """E x (B, H, slots, d) for x (B, H, n, d): E (H, slots, n) has entries +-1 / sqrt(slots).
+    """Return E x (B, H, slots, d) for x (B, H, n, d), where E (H, slots, n) has entries +-1 / sqrt(slots).
 
-    A token meets the column of its rank among those that keep (B, n) holds valid. The sign of slot s in column j is
-    bit s % 32 of the word (j, s // 32) of `draws.bits(name, n, ceil(slots / 32))`, where `purpose` is the
+    A token is multiplied by the column of its rank among the tokens that keep (B, n) marks. The sign of slot s in
+    column j is bit s % 32 of the word (j, s // 32) of `draws.bits(name, n, ceil(slots / 32))`, where `purpose` is the
     checksum of the name.
     """
     keep = None if keep is None else keep.contiguous()

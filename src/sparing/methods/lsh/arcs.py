@@ -1,4 +1,4 @@
-"""Which keys a query looks at when keys are sorted by bucket: a short arc of the sorted list, one per hash round."""
+"""The keys that a query sees when keys are sorted by bucket: a short arc of the sorted list per hash round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Round(NamedTuple):
         """
         place = self.place if key is None else take(self.place, key)
         arc = (x if query is None else take(x, query) for x in (self.base, self.begin, self.end))
-        base, begin, end = (x.int().unsqueeze(-1) for x in arc)  # half the traffic of int64
+        base, begin, end = (x.int().unsqueeze(-1) for x in arc)  # half the memory traffic of int64
         steps = place.int().unsqueeze(-2) - base
         steps = torch.where(steps < 0, steps + count.int().view(-1, *[1] * (steps.ndim - 1)), steps)
         return (steps >= begin) & (steps < end)
@@ -48,7 +48,7 @@ class Round(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What all rounds share."""
+    """The masks and sizes that all rounds share."""
 
     keep: Tensor | None  # (B, n_k) valid keys
     influence: Tensor | None  # (B, n_q) queries that may affect other rows
@@ -81,7 +81,7 @@ def by_bucket(in_q: Tensor, in_k: Tensor, tokens: Tokens, *, strict: bool) -> Ro
 
 
 def by_bucket_causal(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
-    """Return the keys of the query's bucket up to its position: the current and the last of its chunks.
+    """Return the keys of the query's bucket up to its position: those of the current and the previous chunk.
 
     Which keys these are, and where they stand in the arc, does not depend on later tokens.
     """
@@ -91,13 +91,13 @@ def by_bucket_causal(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
     passed = torch.searchsorted(codes, upto, right=True) - low  # keys of the bucket so far
     chunk = (passed - 1).clamp_min(0) // tokens.chunk
     skipped = (chunk - 1).clamp_min(0) * tokens.chunk
-    # Groups are told apart by bucket and not by base: an empty bucket has the base of its successor.
+    # Groups are numbered by bucket and not by base, since an empty bucket has the same base as the next one.
     group = in_q * (in_k.shape[-1] // tokens.chunk + 2) + chunk
     return Round(order, place, low + skipped, torch.zeros_like(low), passed - skipped, group)
 
 
 def by_rank(in_q: Tensor, in_k: Tensor, tokens: Tokens) -> Round:
-    """Sort queries like keys; chunk i of the queries sees chunks i - 1 and i of the keys; before 0 is the last."""
+    """Sort queries like keys; chunk i of the queries sees chunks i - 1 and i of the keys, chunk 0 the last and 0."""
     _, order, place, _ = _sorted(in_k, tokens.keep, in_q.shape[-1])
     _, _, rank, _ = _sorted(in_q, tokens.influence, in_k.shape[-1])
     count = tokens.valid[:, None, None]

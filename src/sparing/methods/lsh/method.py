@@ -17,7 +17,7 @@ from sparing.maths.linalg import unit_rows
 from sparing.methods.lsh import arcs, native
 from sparing.methods.lsh.rotation_law import log_collision, log_collision_law
 
-_SCORES = 2**22  # logits that are held at once
+_SCORES = 2**22  # most logits in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +27,25 @@ class Lsh(Method):
     out_i = sum_j w_ij exp(s q_i.k_j) v_j / sum_j w_ij exp(s q_i.k_j),  bucket(x) = argmax([-R x; R x]) per round
 
     w_ij = 0 for keys that no round shows. Keys are sorted by (bucket, position) and a query sees at most 2 * chunk of
-    them per round. No more valid keys than one chunk: exact attention. A query to which no round shows a key sees its
-    own (if n_q = n_k). Hash codes and hit probabilities are constants of the gradient. The default number of buckets
-    grows with the keys, so that hashing costs n^2 / chunk in the end; fix `buckets` to keep it linear. `inspect()`
-    notes `hits` [B, H, n_q]: how many keys the rounds show to a query, each as often as it is shown.
+    them per round. Sequences with at most `chunk` valid keys get exact attention. A query to which no round shows a
+    key sees its own (if n_q = n_k). The gradient treats hash codes and hit probabilities as constants. The default
+    number of buckets grows with the keys, so that hashing costs n^2 / chunk; fix `buckets` to keep it linear.
+    `inspect()` notes `hits` [B, H, n_q]: the number of keys that the rounds show to a query, repeats counted.
 
     Causal: a query sees only keys of its own bucket up to its position, chunk by chunk from the bucket's start, the
     current and the previous one; masking the usual arc instead would let later tokens decide which earlier keys are
     seen. There is no error bound on weights that were trained with softmax attention.
 
-    rounds: independent hash rounds.
-    chunk: keys per chunk; a query sees two chunks per round.
-    buckets: buckets per round, even, at most 65536; None for twice the valid keys of the sequence / chunk, rounded.
-    combine: "union": every key that some round shows counts once. "sum" (the papers'): as often as it was shown.
-        "ips": keys of the query's own bucket only, each divided by its probability 1 - (1 - p)^rounds of colliding
-        in some round, p being the law of the rotation hash for the angle between query and key. The sums are then
-        unbiased, unless a bucket holds more than two chunks.
-    align: "bucket": the arc is centred on the query's bucket. "rank" (the papers'): queries are sorted too, and chunk i
-        of the queries sees chunks i and i - 1 of the keys, whatever these hold; needs n_q = n_k, and cannot be causal.
+    rounds: number of independent hash rounds.
+    chunk: number of keys per chunk; a query sees two chunks per round.
+    buckets: number of buckets per round, even, at most 65536; None for 2 * valid keys / chunk, rounded.
+    combine: "union" counts every key that some round shows once. "sum" (the papers' choice) counts it as often as it
+        was shown. "ips" takes keys of the query's own bucket only and divides the weight of each by its probability
+        1 - (1 - p)^rounds of colliding in some round, where p is the probability for one round, given the angle between
+        query and key. The sums are then unbiased, unless a bucket holds more than two chunks.
+    align: "bucket" centres the arc of sorted keys on the query's bucket. "rank" (the papers' choice) sorts queries too,
+        and chunk i of the queries sees chunks i and i - 1 of the keys, whatever their buckets; it needs n_q = n_k and
+        cannot be causal.
 
     >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="lsh(rounds=4, chunk=32)", seed=0).shape
@@ -69,7 +70,7 @@ class Lsh(Method):
             raise ValueError("lsh: combine='ips' needs align='bucket': ranks do not follow the collision law")
 
     def claims(self) -> Supports:
-        # A rank counts all queries, also later ones, and means nothing among another number of keys.
+        # The rank of a query depends on later queries, and has no meaning if there are more or fewer keys.
         by_bucket = self.align == "bucket"
         return replace(type(self).supports, causal=by_bucket, cross_attention=by_bucket, mixes_queries=not by_bucket)
 
@@ -80,15 +81,15 @@ class Lsh(Method):
         return many.masked_fill(count <= self.chunk, 1)
 
     def rotations(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """R (H, rows, rounds, d) in float64, and the number of buckets (B or 1,)."""
+        """Return R (H, rows, rounds, d) in float64, and the number of buckets (B or 1,)."""
         _, count = call.mask.key_ranks(k.shape[-2], k.device)
         buckets = self.bucket_counts(count)
         rows = max(int(buckets.max()) // 2, 1)
-        # Rows come first, so that a longer batch-mate, which needs more of them, does not change the others'.
+        # Rows are the first axis, so that an item that needs more of them does not change those of other items.
         return call.draws.normal("lsh.rotations", rows, self.rounds, q.shape[-1]), buckets
 
     def look_up(self, q: Tensor, k: Tensor, call: Call) -> tuple[list[arcs.Round], Tensor]:
-        """Return the arcs of each round, and the number of buckets (B or 1,), for both paths in PyTorch."""
+        """Return the arcs of each round and the number of buckets (B or 1,), for `reference` and `fast`."""
         _, count = call.mask.key_ranks(k.shape[-2], k.device)
         tokens = arcs.Tokens(call.mask.keep, call.mask.influence, count, self.chunk)
         rotations, buckets = self.rotations(q, k, call)
@@ -161,7 +162,7 @@ class Lsh(Method):
     def _round(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, rounds: list[arcs.Round], buckets: Tensor
     ) -> blocks.Part:
-        """Return what the last of `rounds` shows, and no earlier one did unless hits are summed."""
+        """Return the part of the keys that the last of `rounds` shows, without those of earlier ones unless summing."""
         now, earlier = rounds[-1], [] if self.combine == "sum" else rounds[:-1]
         rows, width = max(self.chunk // 2, 1), 2 * self.chunk
         query, filled, slot = arcs.pack(now.group, call.mask.influence, rows)  # (B, H, blocks, rows) twice, (B, H, n_q)
@@ -196,9 +197,9 @@ class Lsh(Method):
         return replace(self, chunk=max(shape.keys, 1))
 
     def _rows(self, shape: Shape, buckets: int) -> float:
-        """About how many rows one head's queries fill in one round: blocks of chunk / 2, each from one arc.
+        """Estimate how many rows one head's queries fill in one round, in blocks of chunk / 2, each from one arc.
 
-        On average half a block is empty for each arc; ranks fill theirs.
+        On average half a block is empty for each arc; with align="rank" none is.
         """
         n_q, half = shape.queries, self.chunk / 2
         if self.align == "rank":

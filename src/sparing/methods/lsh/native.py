@@ -1,4 +1,4 @@
-"""Softmax over the keys that hash rounds show, and the hash."""
+"""Wrappers of the kernels of `lsh`: softmax over the keys that hash rounds show, and the hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the rotation hash argmax([-R x; R x]) puts two vectors into one bucket, as a function of their angle."""
+"""Collision probability of the rotation hash argmax([-R x; R x]), as a function of the angle between two vectors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 _STEPS = 64  # angles at which the law is computed: multiples of pi / _STEPS
 _NODES = 40  # quadrature points per axis
-_FAR = 7.0  # the normal law is cut here
-_NEVER = -60.0  # log p of pairs that nobody will see collide; keeps 1 / p finite in float32
+_FAR = 7.0  # the normal density is cut off here
+_NEVER = -60.0  # smallest log p; keeps 1 / p finite in float32
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +41,7 @@ def log_collision(cosine: Tensor, laws: Tensor) -> Tensor:
 
 
 def _collide(buckets: int, angle: Tensor) -> Tensor:
-    """Integrate twice for each angle; w is counted in units of its spread given u."""
+    """Compute the double integral for each angle, with w in units of its standard deviation given u."""
     nodes, weights = _legendre(_NODES)
     rho, sigma = angle.cos().view(-1, 1, 1, 1), angle.sin().view(-1, 1, 1, 1)
     u = ((nodes + 1) * _FAR / 2).view(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""Causal calls: every row has sample counts of its own, which look at nothing after it."""
+"""Causal calls: every row has its own sample counts, which do not depend on later tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def reference(estimator: Estimator, q: Tensor, k: Tensor, v: Projection, call: C
 
 
 def fast(estimator: Estimator, q: Tensor, k: Tensor, v: Projection, call: Call) -> Tensor:
-    """Compute `reference` one key-value head at a time: what to sample is known once all its rows are weighed."""
+    """Compute `reference` by key-value head: samples are drawn when the weights of all its rows are known."""
     (batch, _, n_q, _), n_k, d = q.shape, k.shape[2], v.x.shape[-1]
     heads = q.shape[1] // call.groups
     if estimator.alpha == 0 and not call.noted:
@@ -176,7 +176,7 @@ def cost(estimator: Estimator, shape: Shape, statistics: Mapping[str, Tensor] | 
         products, terms = (float(statistics[name].double().mean()) for name in ("products", "terms"))
     pairs = block_pairs(shape.queries, shape.keys)
     flops = units * pairs * (2.0 * shape.head_dim + 1 + 2 * e * products) + 2.0 * e * tokens * terms
-    # One key-value head at a time: its weights and level numbers, the versions of its values, its draws.
+    # Memory of one key-value head: its weights and level numbers, the versions of its values, its draws.
     room = pairs * (shape.heads / heads + 0.25) + shape.keys * e * len(levels(d)) + 32 * shape.keys * terms
     visible = shape.batch * shape.queries * shape.keys / 4
     return Cost(flops, 4.0 * (room + visible), shape.pairs / max(shape.queries, 1))

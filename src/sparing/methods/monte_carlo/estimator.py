@@ -1,4 +1,4 @@
-"""How the values of tokens are estimated: sample counts, lists of samples, and what is known about the error."""
+"""How the values of tokens are estimated: sample counts, lists of samples, and bounds of the error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparing.methods.monte_carlo.sampling import Lists, mean_token, sample_count
 class Estimator:
     """The settings of `MonteCarlo`, and what follows from them for every path.
 
-    alpha: error allowed. kind: its field `estimator`. shared: whether tokens share one list of samples per head.
+    alpha: allowed error. kind: its field `estimator`. shared: whether tokens share one list of samples per head.
     """
 
     alpha: float
@@ -65,7 +65,7 @@ def largest_weights(weights: Tensor, heads: int, call: Call) -> tuple[Tensor, Te
         valid = visible.any(-2).expand(batch, heads * call.groups, n_k).unflatten(1, (heads, -1)).any(2)
     counted = None if call.mask.influence is None else call.mask.influence[:, None].expand(batch, heads, n_q)
     if counted is None and call.mask.pattern is not None and n_q == n_k:
-        counted = valid  # padding that was written out as a full mask
+        counted = valid  # padding that was passed as a full mask
     if counted is not None:
         weights = weights.masked_fill(~counted[:, :, None, :, None], 0.0)
     return valid, weights.amax((2, 3))

@@ -19,8 +19,8 @@ from sparing.draws import Draws
 from sparing.methods.monte_carlo.sampling import Lists, feature_law, ragged_product
 from sparing.native.derivatives import once_differentiable
 
-_ROWS = 128  # queries of a block
-_TOKENS = 16  # tokens that are projected together
+_ROWS = 128  # queries per block
+_TOKENS = 16  # tokens that are projected at once
 
 
 def levels(features: int) -> list[int]:
@@ -92,7 +92,7 @@ def row_terms(used: Tensor, features: int, stratified: bool) -> Tensor:
 
 
 def project_blocks(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
-    """Compute x w (n, e) for the tokens `chosen` (n,), in fixed groups: a row does not depend on who else is chosen."""
+    """Compute x w (n, e) for the tokens `chosen` (n,), in fixed groups, so that no row depends on other choices."""
     parts = zip(x.split(_TOKENS), chosen.split(_TOKENS), strict=True)
     return torch.cat([part @ w if bool(some.any()) else part.new_zeros(len(part), w.shape[-1]) for part, some in parts])
 
@@ -136,7 +136,7 @@ def weigh_versions(weights: Tensor, table: Tensor, codes: Tensor) -> Tensor:
 
 
 class _WeighVersions(torch.autograd.Function):
-    """Saves the weights once for the backward pass: plain autograd would save those of every level."""
+    """`weigh_versions` with the weights saved once for the backward pass; plain autograd would save them per level."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, table: Tensor, codes: Tensor) -> Tensor:

@@ -32,36 +32,37 @@ class MonteCarlo(Method):
     The weights A are exact. The value of token j is estimated from r_j of the d features of its hidden state, so the
     value must come as a `Projection`; tokens with r_j = d are projected exactly. H is unbiased, and the root mean
     square error of a row is at most alpha beta |W|_F, where beta is the mean norm of the hidden states. N and beta
-    count the valid tokens; code that counts padding reaches the same r with a larger alpha. It saves work of the
-    projection only, nothing of the n^2. Compare with estimator="mean" first: it often errs less for the same work.
+    count only valid tokens; code that counts padding reaches the same r with a larger alpha. Only the projection is
+    cheaper: the n^2 weights are all computed. Try estimator="mean" first: its error is often smaller for the same work.
 
-    Causal calls (is_causal=True) give each row its own counts, which look at nothing after it: r_ij from the N_i keys
+    Causal calls (is_causal=True) give each row its own counts, which ignore later tokens: r_ij from the N_i keys
     that row i sees and M_ij = max_{i' <= i} A_i'j, rounded up to 1, 2, 4, ..., d. Row i uses the first r_ij samples of
     token j ("stratified": strata of r_ij samples), so that its error is at most alpha beta_i |W|_F, beta_i over the
     keys that it sees. In the last row these are the paper's counts. Early rows average over few tokens, so that the
-    same alpha errs far more than in a call that is not causal. A H is then one product for each count in use, and a
-    token can be sampled for early rows and projected for late ones: beyond a few dozen tokens that is more work than
-    exact attention. The baselines choose their tokens row by row; "mean" takes the mean of the keys that the row sees,
-    for which all tokens are projected: it then saves nothing.
+    same alpha gives a far larger error than in a call that is not causal. A H takes one product for each count in use,
+    and a token can be sampled for early rows and projected for late ones: beyond a few dozen tokens that is more work
+    than exact attention. The baselines choose their tokens row by row; "mean" takes the mean of the keys that the row
+    sees, which needs the projection of all tokens and saves nothing.
 
-    A causal attn_mask without is_causal=True is refused (aligned to the first or to the last key): later queries would
-    change earlier rows through r_j. Any other mask that hides keys from some queries is applied to A, but r_j still
-    depends on all queries: such a mask (that of a prefix language model, for example) is no guarantee against looking
-    ahead; together with is_causal=True it is. Where n_q == n_k, a query whose own key no query can see counts as
-    padding and stays out of M_j, unless query_mask says otherwise or the call is causal. The gradient treats counts and
+    A causal attn_mask (aligned to the first or to the last key) without is_causal=True raises an error, since later
+    queries would change earlier rows through r_j. Any other mask that hides keys from some queries is applied to A, but
+    r_j still depends on all queries. So such a mask, that of a prefix language model for example, prevents looking
+    ahead only together with is_causal=True. Where n_q == n_k, a query whose own key no query can see counts as padding
+    and is left out of M_j, unless query_mask says otherwise or the call is causal. The gradient treats counts and
     samples as constants; second derivatives need impl="reference".
 
-    `inspect()` gives counts (r; causal: the largest r_ij of each token), tokens (valid keys), rate (the mean of r / d
-    over valid tokens), padded_rate (over all slots, the paper's), certificate (a bound of each row's root mean square
-    error) and, for sampling, bound (that of the theorem; causal: of each row). For causal calls also products (A H
-    products that are run, the mean over rows) and terms (rows of W that are added up for all versions of a token).
+    `inspect()` notes counts (r; causal: the largest r_ij of each token), tokens (number of valid keys), rate (mean of
+    r / d over valid tokens), padded_rate (the same over all slots, as in the paper), certificate (a bound of each row's
+    root mean square error) and, for sampling, bound (that of the theorem; causal: of each row). Causal calls also note
+    products (number of A H products, the mean over rows) and terms (rows of W that are added up for all versions of a
+    token).
 
-    alpha: error allowed; 0 is exact.
+    alpha: allowed error, in units of beta |W|_F; 0 is exact.
     samples: "independent" (a list of samples per token) or "shared" (one list per head, of which token j uses the
         first r_j; errors of tokens then add up instead of averaging out).
-    estimator: "sample"; "stratified" (one sample from each of r_j equal parts of p: less variance); or a baseline
-        that draws nothing and projects floor(sum_j r_j / d) tokens, those with the largest M_j, exactly: "drop" takes
-        H_j = 0 for the others, "mean" the projected mean of the valid hidden states.
+    estimator: "sample", "stratified" (one sample from each of r_j equal parts of p: less variance), or a baseline that
+        draws nothing and projects the floor(sum_j r_j / d) tokens with the largest M_j exactly. For the other tokens
+        "drop" takes H_j = 0, and "mean" the projected mean of the valid hidden states.
 
     >>> q, k = torch.randn(2, 1, 4, 32, 16).unbind(0)
     >>> layer = torch.nn.Linear(64, 64)
@@ -145,7 +146,7 @@ class MonteCarlo(Method):
         """Find M_j, sample and project by kernels, and leave A H to exact attention: no matrix A is made."""
         assert isinstance(v, Projection)
         if call.mask.pattern is not None or call.mask.causal or v.x.shape[-1] == 0:
-            return None  # a mask or counts by query are as large as A; without features there is nothing to sample
+            return None  # a mask or counts that differ by query are as large as A; no features, nothing to sample
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         valid, counts, lse = self._count(q, k, v, call)
         call.note(counts=counts, tokens=valid.sum(-1))
@@ -156,7 +157,7 @@ class MonteCarlo(Method):
             values = self._values(project_by_kernel, v, counts, center, self._estimator.lists(valid, call))
         quiet = replace(call, statistics=None)
         if call.noted:
-            # As wide as the queries: torch's attention holds all of A where the widths differ.
+            # Padded to the width of the queries: torch's attention stores all of A where the widths differ.
             off = token_errors(v, center, counts).unsqueeze(-1)
             certificate = attend(q, k, torch.nn.functional.pad(off, (0, q.shape[-1] - 1)), quiet)[..., 0]
             self._note(lse, certificate, v, valid, counts, call)
@@ -215,10 +216,10 @@ class MonteCarlo(Method):
         return replace(self, alpha=0.0)
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
-        """Return the work; without statistics every token is taken to need all its features.
+        """Return the work; without statistics every token is assumed to need all its features.
 
-        A sample counts as a multiply-add for each of the e columns. The random numbers, which are no FLOPs, and the
-        search for the features are not counted; they can take more time than all the rest.
+        A sample counts as a multiply-add for each of the e columns. Drawing random numbers and searching for the
+        features are not counted, although they can take more time than all the rest.
         """
         if shape.causal:
             return causal.cost(self._estimator, shape, statistics)

@@ -1,4 +1,4 @@
-"""Sampled projections of values, and the attention that decides how many samples each token gets."""
+"""Wrappers of the kernels of `monte_carlo`: sampled projections of values, and attention that sets sample counts."""
 
 from __future__ import annotations
 

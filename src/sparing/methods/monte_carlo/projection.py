@@ -1,4 +1,4 @@
-"""H + b, the values of all tokens at their sample counts: in plain PyTorch, or by a kernel with the same samples."""
+"""Compute H + b, the values of all tokens from their samples: in plain PyTorch, or by a kernel that draws the same."""
 
 from __future__ import annotations
 

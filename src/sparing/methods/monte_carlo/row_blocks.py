@@ -28,7 +28,7 @@ Budget = Callable[[Tensor, Tensor], Tensor]  # M (rows, n) and N (rows,) -> r (r
 
 
 class RowBlock(NamedTuple):
-    """Some rows of one key-value head, and the keys 0, ..., n - 1, which hold all that the rows see."""
+    """Some rows of one key-value head, and the keys 0, ..., n - 1, among which are all that the rows see."""
 
     weights: Tensor  # A (g, rows, n) of the g query heads
     lse: Tensor  # (g, rows)

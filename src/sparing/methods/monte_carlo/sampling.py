@@ -50,7 +50,7 @@ def mean_token(x: Tensor, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Lists:
-    """The lists of random numbers from which tokens sample features."""
+    """The lists of random numbers by which tokens sample features."""
 
     ranks: Tensor  #: (B, H, n), the number of a token among the valid ones, so that padding changes no sample
     draws: Draws
@@ -59,12 +59,12 @@ class Lists:
 
     @property
     def purpose(self) -> str:
-        """The purpose that keys the random numbers."""
+        """Purpose of the random numbers."""
         return "monte_carlo.shared" if self.shared else "monte_carlo.independent"
 
     @property
     def checksum(self) -> int:
-        """The 32 bits of the purpose, for kernels, which draw the same numbers."""
+        """Checksum of the purpose, by which kernels draw the same numbers."""
         return checksum(self.purpose)
 
 
@@ -98,12 +98,13 @@ def _cumulative(law: Tensor) -> Tensor:
 def _inverse(law: Tensor, uniform: Tensor) -> Tensor:
     """Return feature k where p(0) + ... + p(k-1) < u <= p(0) + ... + p(k): never one with p = 0."""
     found = torch.searchsorted(_cumulative(law), uniform.flatten(-2).contiguous()).view(uniform.shape)
-    return found.clamp_max(law.shape[-1] - 1)  # only a zero (or NaN) matrix gets here
+    return found.clamp_max(law.shape[-1] - 1)  # only needed for a matrix of zeros or NaN
 
 
 def _scaled_rows(w: Tensor, law: Tensor) -> Tensor:
     """Return W[k] / p(k): what one draw of feature k adds for every unit of x_k."""
-    # Draws have 32 bits: a feature below 2^-64 is never drawn, and 0 * inf must not come of it. A NaN stays one.
+    # Draws have 32 bits, so a feature with p <= 2^-64 is never drawn; 1 / p must not become inf, as 0 * inf is NaN. A
+    # NaN stays NaN.
     inverse = torch.where(law <= 2.0**-64, 0.0, 1 / law).to(w.dtype)
     return w * inverse.unsqueeze(-1)
 
@@ -167,7 +168,7 @@ def ragged_product(
 
 def _uniform(draws: Draws, purpose: str, head: Tensor, index: Tensor, size: int) -> Tensor:
     """Return element `index` of the numbers 0 .. size - 1 of stream `head`, for each pair of them."""
-    # Philox makes four numbers at a time: a table of all is cheaper unless fewer than a quarter is wanted.
+    # Philox makes four numbers at a time: a table of all is cheaper unless less than a quarter of them is needed.
     streams, place = draws.streams.unique(return_inverse=True)
     if 4 * len(index) > size * len(streams):
         return Draws(draws.seed, streams).uniform(purpose, size).flatten()[place[head] * size + index]

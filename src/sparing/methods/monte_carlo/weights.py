@@ -1,4 +1,4 @@
-"""A H by exact attention, for values that are known before the weights are."""
+"""Compute A H by exact attention, for values that are known before the weights are."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from sparing.methods.nystrom.native import inverse_iteration as native_inverse_i
 from sparing.native import segments as native_segments
 from sparing.native.attend import attend
 
-_RANK = 1e-6  # singular values of A below this share of the largest are noise, and count as zero
-_SVD = 22  # FLOPs of a singular value decomposition per m^3
+_RANK = 1e-6  # singular values of A below this fraction of the largest are noise and count as zero
+_SVD = 22  # FLOPs of a singular value decomposition, in units of m^3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class Nystrom(Method):
     out = F A^+ (G V),  F = softmax(s Q K~^T),  A = softmax(s Q~ K~^T),  G = softmax(s Q~ K^T)
 
     Q~ and K~ are means over `landmarks` segments of consecutive valid tokens, of equal length up to one token. A^+
-    comes from `iterations` steps of a third-order iteration, or from an exact pseudo-inverse. A sequence with no more
-    valid queries or keys than landmarks gets exact softmax attention. Weights can be negative and need not sum to one.
+    comes from `iterations` steps of a third-order iteration, or from an exact pseudo-inverse. A sequence with at most
+    `landmarks` valid queries or keys gets exact softmax attention. Weights can be negative and need not sum to one.
 
-    landmarks: segments of queries and of keys.
-    solver: "iterative" (the paper's) or "exact", the pseudo-inverse in float64. The iteration stops early, and that is
-        a regularisation: on attention that the segments do not capture, "exact" can be far worse.
-    iterations: steps of the iterative solver.
-    convolution: width of a learned depth-wise convolution of the values, added to the output; odd, and then n_q = n_k;
-        None for none. Its weights live in a module: see `sparing.nn.MultiheadAttention`.
+    landmarks: number of segments of queries, and of keys.
+    solver: "iterative" (the paper's) or "exact", the pseudo-inverse in float64. Stopping the iteration early
+        regularises: on attention that the segments do not capture, "exact" can be far worse.
+    iterations: number of steps of the iterative solver.
+    convolution: width of a learned depth-wise convolution of the values, which is added to the output; None for none.
+        It must be odd, and needs n_q = n_k. Its weights live in a module: see `sparing.nn.MultiheadAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="nystrom(landmarks=16)").shape
@@ -85,7 +85,7 @@ class Nystrom(Method):
         return self.residual(out, v, call)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if self.solver == "exact":  # a pseudo-inverse in float64, which is LAPACK's work
+        if self.solver == "exact":  # a pseudo-inverse in float64, for which torch calls LAPACK
             return None
         if min(q.shape[-2], k.shape[-2]) <= self.landmarks:
             return self.residual(attend(q, k, v, call.mask.keep, None, call.scale)[0], v, call)
@@ -103,13 +103,13 @@ class Nystrom(Method):
         return self.residual(out, v, call)
 
     def short(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        """(B or 1,) items with no more valid queries or keys than landmarks: exact attention costs no more there."""
+        """Return which items (B or 1,) have at most `landmarks` valid queries or keys, so that exact costs no more."""
         _, queries = call.mask.query_ranks(q.shape[-2], q.device)
         _, keys = call.mask.key_ranks(k.shape[-2], k.device)
         return (queries <= self.landmarks) | (keys <= self.landmarks)
 
     def approximate(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """F A^+ (G V); right where there are more valid queries and keys than landmarks."""
+        """Compute F A^+ (G V); only valid for items with more valid queries and keys than landmarks."""
         dtype = v.dtype
         if self.solver == "exact":  # A is often nearly singular, and its inverse amplifies the rounding of F, A and G
             q, k, v = q.double(), k.double(), v.double()
@@ -126,7 +126,7 @@ class Nystrom(Method):
 
     @staticmethod
     def start(middle: Tensor) -> Tensor:
-        """Return where the iteration starts: A^T / (||A||_1 ||A||_inf), norms per matrix; rows of A sum to one."""
+        """Return the start of the iteration, A^T / (||A||_1 ||A||_inf), for A whose rows sum to one."""
         return middle.mT / middle.sum(-2).amax(-1)[..., None, None]
 
     def residual(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -152,5 +152,5 @@ class Nystrom(Method):
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Exact attention, densely."""
+    """Compute exact attention from the dense matrix of weights."""
     return dense.softmax(dense.logits(q, k, call))[0] @ v

@@ -1,4 +1,4 @@
-"""The third-order iteration towards inverses of small matrices."""
+"""Wrapper of the kernel of `nystrom`: the third-order iteration for inverses of small matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ schemas.define(
 
 
 def inverse_iteration(a: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Z <- Z (13 I - AZ (15 I - AZ (7 I - AZ))) / 4, from `start`, for matrices (..., m, m)."""
+    """Iterate Z <- Z (13 I - AZ (15 I - AZ (7 I - AZ))) / 4 from `start`, for matrices (..., m, m)."""
     flat = (x.reshape(-1, *a.shape[-2:]).contiguous() for x in (a, start))
     return torch.ops.sparing.inverse_iteration(*flat, steps).view(a.shape)
 

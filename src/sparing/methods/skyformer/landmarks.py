@@ -1,4 +1,4 @@
-"""Landmark rows among valid queries and keys, drawn by rank: the same whatever the padding and the batch."""
+"""Draw landmark rows among valid queries and keys by rank, so that they do not depend on padding or the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def draw_landmarks(sampling: str, count: int, n_q: int, n_k: int, call: Call, de
 def _ranks(
     sampling: str, count: int, slot: Tensor, queries: Tensor, keys: Tensor, n_q: int, n_k: int, call: Call
 ) -> Tensor:
-    """(B or 1, H, m) ranks: queries from 0, keys from the number of valid queries on; right where rows > count."""
+    """Return ranks (B or 1, H, m): queries from 0, keys after the valid queries. Only valid where rows > count."""
     if sampling == "without_replacement":
         from_q = torch.minimum(queries, (count - keys).clamp_min(count // 2))
         q_ranks = _shuffled("skyformer.queries", n_q, min(count, n_q), queries, call)
@@ -60,7 +60,7 @@ def _ranks(
 
 
 def _shuffled(purpose: str, n: int, count: int, valid: Tensor, call: Call) -> Tensor:
-    """(B or 1, H, count): ranks below `valid` (B or 1, 1, 1) in random order; a smaller count gives a prefix."""
+    """Return ranks below `valid` (B or 1, 1, 1) in random order, (B or 1, H, count); a smaller count gives a prefix."""
     rank = torch.arange(n, device=valid.device)
     # The rank in the low bits makes all numbers different, so that no order depends on how ties are broken.
     number = (call.draws.bits(purpose, n) << 31) | rank

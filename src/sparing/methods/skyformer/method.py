@@ -18,15 +18,15 @@ from sparing.maths.packing import attend_items
 from sparing.methods.skyformer.landmarks import Landmarks, draw_landmarks
 from sparing.native.features import Map, feature_mix, feature_sums
 
-_FLOOR = 1e-12  # of a softmax row sum, relative to the heaviest key: smaller ones are not divided by
-# M can be singular (equal or close rows). Any damping keeps the lower bound and costs at most that much accuracy, so
-# the least that keeps rounding in float64 in check is added; the iteration forms the inverse, and needs more.
+_FLOOR = 1e-12  # smallest softmax row sum to divide by, relative to the heaviest key
+# M can be singular (equal or close rows). Damping keeps the approximation a lower bound and costs at most that much
+# accuracy, so the least that float64 rounding needs is added. The iteration forms the inverse and needs more.
 _DAMPING, _DAMPING_STEPS = 1e-10, 1e-6
 _FLOAT32_GAMMA = 1e-2  # from here on the solve amplifies rounding by so little that float32 columns are enough
 
 
 class Lift(NamedTuple):
-    """The pieces of C-bar-tilde = B (M + gamma I)^-1 B^T."""
+    """The factors of C-bar-tilde = B (M + gamma I)^-1 B^T."""
 
     columns: Tensor  # B (B, H, n_q + n_k, m): all rows against the landmarks; zero for unused slots and padded keys
     middle: Tensor  # M (B, H, m, m): landmarks against landmarks; identity for unused slots; float64
@@ -39,26 +39,26 @@ class Skyformer(Method):
 
     C_ij = exp(-s |q_i - k_j|^2 / 2),  out = C~ V,  C~ = B_Q (M + gamma I)^-1 B_K^T
 
-    B holds the kernel between all rows of [Q; K] and the landmark rows, M among the landmarks: the Nystrom
-    approximation of the kernel matrix of [Q; K], which is positive semidefinite, and of it the query-key block. In
-    the Loewner order the approximation never exceeds that matrix, for any landmarks, gamma, solver or number of steps.
-    The weights are not normalised: they do not sum to one, and the output grows with the number of keys. Models must
-    be trained with it. A sequence with no more valid queries and keys than landmarks gets the exact target.
-    The linear algebra runs in float64 (the columns B in the input's precision from gamma = 0.01 on). `inspect()`
-    gives the landmark rows (keys count from n_q on, -1 is unused) and, for the Gaussian kernel, `bound`: the spectral
-    norm of C~ - C is at most that (B, H).
+    B holds the kernel between all rows of [Q; K] and the landmark rows, M the kernel among the landmarks. C~ is the
+    query-key block of the Nystrom approximation of the kernel matrix of [Q; K], which is positive semidefinite. In the
+    Loewner order the approximation never exceeds that matrix, for any landmarks, gamma, solver or number of steps. The
+    weights are not normalised: they do not sum to one, and the output grows with the number of keys, so models must be
+    trained with it. A sequence with at most `landmarks` valid queries and keys in all gets the exact target. The
+    linear algebra runs in float64 (the columns B in the input's precision if gamma >= 0.01).
+    `inspect()` notes the landmark rows (keys are numbered from n_q on, -1 is unused) and, for the Gaussian kernel,
+    `bound` (B, H), an upper bound of the spectral norm of C~ - C.
 
-    landmarks: rows drawn, in all, from queries and keys.
-    gamma: damping of M. 0.1, the paper's, costs a few percent of accuracy, bounds the solver's weights and hence the
-        gradient, and lets float32 suffice. 0 is the most accurate; M can then be singular, so at least 1e-10 is added
-        (1e-6 for newton_schulz).
+    landmarks: number of rows drawn from queries and keys together.
+    gamma: damping of M. The paper's 0.1 costs a few percent of accuracy, bounds the solver's weights and hence the
+        gradient, and makes float32 sufficient. 0 is the most accurate; M can then be singular, so at least 1e-10 is
+        added (1e-6 for newton_schulz).
     solver: "cholesky" (exact) or "newton_schulz" (the paper's iteration, from the identity).
-    iterations: steps of newton_schulz; 8 are enough for 128 landmarks at gamma = 0.1.
-    kernel: "gaussian", or "softmax": columns rescaled by exp(s |k|^2 / 2) and rows normalised, which targets softmax
-        attention (the paper's Figure 1). It is poor on peaked attention; a row whose sum is below what its landmark
-        keys alone contribute gets exact attention over these.
+    iterations: number of steps of newton_schulz; 8 are enough for 128 landmarks at gamma = 0.1.
+    kernel: "gaussian" or "softmax", which targets softmax attention: columns are rescaled by exp(s |k|^2 / 2) and rows
+        normalised (the paper's Figure 1). It is poor on peaked attention; a row whose sum is below what its landmark
+        keys alone contribute gets exact attention over these keys.
     sampling: "without_replacement" (half queries, half keys), "half" (the same, with replacement), "iid" (with
-        replacement from all rows, as in the paper's theorem) or "all" (every row, at cubic cost: a yardstick).
+        replacement from all rows, as in the paper's theorem) or "all" (every row, at cubic cost, for comparison).
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="skyformer(landmarks=32)", seed=0).shape
@@ -162,13 +162,13 @@ class Skyformer(Method):
         return Lift(columns, middle, chosen)
 
     def middle(self, points: Tensor, chosen: Landmarks) -> Tensor:
-        """M, from the landmark rows of X."""
+        """Return M from the landmark rows of X."""
         used = chosen.used.unsqueeze(-2)
         eye = torch.eye(used.shape[-1], dtype=points.dtype, device=points.device)
         return gaussian(points, points) * (used & used.mT & (eye == 0)) + eye
 
     def solve(self, middle: Tensor, right: Tensor) -> Tensor:
-        """(M + gamma I)^-1 right, in float64."""
+        """Return (M + gamma I)^-1 right in float64."""
         if self.solver == "cholesky":
             return torch.cholesky_solve(right, linalg.damped_cholesky(middle, max(self.gamma, _DAMPING)))
         eye = torch.eye(middle.shape[-1], dtype=middle.dtype, device=middle.device)
@@ -177,8 +177,8 @@ class Skyformer(Method):
     def explain(self, columns: Tensor, middle: Tensor, chosen: Landmarks, call: Call) -> None:
         """Note the landmarks and, for the Gaussian kernel, a bound on the error of C~.
 
-        C-bar - C-bar-tilde is positive semidefinite, so its norm is at most its trace, and that of an off-diagonal
-        block at most half of that.
+        C-bar - C-bar-tilde is positive semidefinite, so its norm is at most its trace, and the norm of an off-diagonal
+        block at most half its trace.
         """
         shape = (*columns.shape[:2], chosen.rows.shape[-1])
         call.note(landmarks=chosen.rows.masked_fill(~chosen.used, -1).expand(shape))
@@ -191,7 +191,7 @@ class Skyformer(Method):
             call.note(bound=bound.masked_fill(self.covered(chosen)[:, None], 0.0))
 
     def covered(self, chosen: Landmarks) -> Tensor:
-        """(B or 1,) items whose rows are all landmarks anyway: there the exact target is cheaper."""
+        """Return which items (B or 1,) have only landmark rows, so that the exact target is cheaper."""
         return chosen.valid.sum(-1) <= (-1 if self.sampling == "all" else self.landmarks)
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -269,7 +269,7 @@ def landmark_keys(v: Tensor, k: Tensor, call: Call, chosen: Landmarks, n_q: int)
 
 
 def normalised(sums: Tensor, known: Tensor) -> Tensor:
-    """Divide sums (B, H, n_q, e + 1) by their last column, the row sums, where these can be right.
+    """Divide sums (B, H, n_q, e + 1) by their last column, the row sums, where these are plausible.
 
     What the landmark keys contribute to a row sum is known exactly. A sum below that (C~ may be negative) is wrong,
     and dividing by it would blow up; such a row gets exact attention over the landmark keys, `known`.

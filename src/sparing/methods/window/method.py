@@ -18,7 +18,7 @@ from sparing.methods.multipole.native import near_step
 from sparing.methods.window.native import window
 from sparing.native.attend import attend
 
-_SCORES = 2**22  # logits that are held at once
+_SCORES = 2**22  # most logits in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,15 @@ class Window(Method):
 
     out_i = sum_{j in S_i} softmax_{j in S_i}(s q_i.k_j) v_j,  S_i = {j : |i - j| <= size/2} u sinks u globals
 
-    One softmax over the union, each key once. The window is counted in absolute positions: masked tokens inside it keep
-    their place and get no weight. Causal: S_i = {i - size, ..., i}, and sinks and global tokens up to i. Sinks and
-    global tokens are the first *valid* tokens. There is no error bound: what lies outside the window is lost.
+    One softmax runs over the union, in which each key counts once. The window is counted in absolute positions: masked
+    tokens inside it keep their place and get no weight. Causal calls take S_i = {i - size, ..., i}, and sinks and
+    global tokens up to i. Sinks and global tokens are the first *valid* tokens. There is no error bound: what lies
+    outside the window is lost.
 
-    size: keys besides the query's own position, half on each side, all on the left if causal; even, 0 for self only.
-    sinks: first so many keys that every query sees.
-    global_tokens: first so many tokens that every query sees *and* whose own queries see everything.
+    size: number of keys besides the query's own position, half on each side, or all on the left if causal. It must be
+        even; 0 leaves only the query's own position.
+    sinks: number of first keys that every query sees.
+    global_tokens: number of first tokens that every query sees *and* whose own queries see everything.
 
     >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="window(size=32, sinks=4)", is_causal=True).shape
@@ -106,7 +108,7 @@ class Window(Method):
         if self.global_tokens:
             position, _ = _first_tokens(call, min(self.global_tokens, n), q.device)
             first = _pick(q, position)
-            if call.mask.causal:  # they see one another, and no more
+            if call.mask.causal:  # global tokens come first, so they see only one another
                 rows = _global_rows(first, k, v, call, position)
             else:
                 rows = attend(first, k, v, call.mask.keep, None, call.scale)
@@ -166,7 +168,7 @@ class Window(Method):
 
 
 def _block(size: int) -> int:
-    """Return how many queries share one stretch of keys, so that stretches overlap at most five times."""
+    """Return how many queries share one stretch of keys, so that a key lies in at most five stretches."""
     return max(64, size // 4)
 
 
@@ -201,7 +203,7 @@ def _band(q: Tensor, k: Tensor, v: Tensor, call: Call, left: int, right: int) ->
 
 
 def _first_tokens(call: Call, how_many: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B or 1, how_many) positions of the first valid tokens, and which of these exist."""
+    """Return the positions (B or 1, how_many) of the first valid tokens, and which of these exist."""
     wanted = torch.arange(how_many, device=device)
     if call.mask.keep is None:
         return wanted[None], torch.ones(1, how_many, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Softmax over a band of keys, and over shared keys that every query sees."""
+"""Wrapper of the kernel of `window`: softmax over a band of keys and over shared keys that every query sees."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def window(
 ) -> tuple[Tensor, Tensor]:
     """Return (output (B, H, n, e), log-sum-exp (B, H, n)); query i sees keys i - left to i + right and the shared ones.
 
-    keep: (B, n), False for padded keys. shared: (B, s) positions, -1 for none; with `causal` seen from there on.
+    keep: (B, n), False for padded keys. shared: (B, s) positions, -1 for none; if `causal`, later queries see them.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()

@@ -15,7 +15,7 @@ from sparing.maths.hashing import hyperplanes, sign_codes
 from sparing.methods.yoso.tables import Slope, Tokens, bucket_sums, table_sums
 from sparing.native.derivatives import once_differentiable
 
-PURPOSE = "yoso"  #: what the random numbers are drawn for
+PURPOSE = "yoso"  #: purpose of the random numbers
 _UNIT = 16  # codes have at most this many bits; the number of the sequence stands above them
 
 
@@ -37,7 +37,7 @@ class Sampler:
 
 
 def collision_sums(q: Tensor, k: Tensor, v: Tensor, sampler: Sampler, call: Call, slope: Slope | None) -> Tensor:
-    """B V, where B_ij is the share of the hashes in which query i and key j collide, zero where i may not see j.
+    """Return B V, where B_ij is the fraction of the hashes in which query i and key j collide, 0 if i may not see j.
 
     The gradient of B_ij with respect to q_i . k_j is taken to be bits B_ij slope(q_i . k_j); None is the constant 1/2,
     which needs no visit to every pair.
@@ -87,7 +87,7 @@ class _CollisionSums(torch.autograd.Function):
 
 
 def _buckets(q: Tensor, k: Tensor, valid: Tensor, sampler: Sampler) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per hash, the bucket of every query and of every valid key: the number of the sequence, then the code."""
+    """Yield for each hash the buckets of all queries and of all valid keys: the sequence's number, then the code."""
     if not len(valid):
         return
     batch, heads = q.shape[:2]
@@ -98,7 +98,7 @@ def _buckets(q: Tensor, k: Tensor, valid: Tensor, sampler: Sampler) -> Iterator[
 
 
 def _tokens(like: Tensor, valid: Tensor | None, left: Tensor | None = None, point: Tensor | None = None) -> Tokens:
-    """Return all queries or valid keys of a call, one row each; what is not given is ones, so pairs count one."""
+    """Return all queries or valid keys of a call, one row each; `left` and `point` are ones if they are not given."""
     place = torch.arange(like.shape[-2], device=like.device).repeat(like.shape[:-2].numel()).unsqueeze(-1)
     columns = (place, *(like.new_ones(*like.shape[:-1], 1) if x is None else x for x in (left, point)))
     rows = [x.reshape(-1, x.shape[-1]) for x in columns]

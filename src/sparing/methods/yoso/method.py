@@ -35,30 +35,30 @@ _STEEPEST = math.cos(1e-3)
 class Yoso(Method):
     """Attention by hash collisions (Zeng et al., "You Only Sample (Almost) Once", 2021).
 
-    out = l2(B V),  B_ij = share of the hashes in which q_i and k_j have the same code,  E[B_ij] = f(q^_i . k^_j)
+    out = l2(B V),  B_ij = fraction of the hashes in which q_i and k_j have the same code,  E[B_ij] = f(q^_i . k^_j)
     f(x) = (1 - arccos(x) / pi)^bits,  q^ = q / |q|,  k^ = k / |k|
 
-    A code is the sides of `bits` random hyperplanes on which a vector lies. Each key adds its value to one bucket of a
-    table per hash, each query reads one bucket: the cost is linear in the length. f is not softmax: a model that was
-    trained with softmax needs more training after the switch. Queries and keys only count by their direction, so
-    `scale` has no effect; the number of bits is the temperature. The backward pass is the paper's: exact for the values
-    and the sampled codes; codes have no derivative, so that of f is estimated from the collisions. A vector shorter
-    than 1e-12 has no direction: its codes are 0, f takes x = 0, and it gets no gradient.
+    Each bit of a code says on which side of a random hyperplane a vector lies. For each hash, a key adds its value to
+    one bucket of a table and a query reads one bucket, so the cost is linear in the length. f is not softmax: a model
+    that was trained with softmax must be fine-tuned. Only the directions of queries and keys matter, so `scale` has no
+    effect; the number of bits acts as the temperature. The backward pass is the paper's: exact for the values, given
+    the sampled codes; codes have no derivative, so that of f is estimated from the collisions. A vector of norm below
+    1e-12 has no direction: its codes are 0, f takes x = 0, and it gets no gradient.
 
-    hashes: how many hashes B is averaged over.
-    bits: bits of a code, 1 to 16; None takes log2 of the number of valid keys, rounded up. A causal call on a prefix
-        then uses other codes than one on the whole; set `bits` where prefixes must agree.
+    hashes: number of hashes that B is averaged over.
+    bits: number of bits of a code, 1 to 16; None takes log2 of the number of valid keys, rounded up. A causal call on
+        a prefix then uses other codes than one on the whole sequence; set `bits` where prefixes must agree.
     expectation: use f itself instead of B (the paper's YOSO-E); the cost is quadratic.
-    normalize: "l2" divides each row by its length, "sum" by the sum of its weights, "none" by nothing.
+    normalize: "l2" divides each row by its norm, "sum" by the sum of its weights, "none" not at all.
     hash: "hadamard" draws hyperplanes from randomly signed Hadamard matrices, "gaussian" from the normal law, which is
         exact for every input; vectors with only two entries can collide up to a fifth too rarely under "hadamard".
         Below width 16 both are "gaussian".
     gradient: "lower_bound" puts bits f / 2 in place of f', as in the paper, which stays finite. "exact" uses
         f' = bits f / (pi (1 - arccos(x) / pi) sqrt(1 - x^2)), with |x| clipped at cos(0.001); it visits every pair that
         collides, at worst all of them.
-    convolution: width of a learned depth-wise convolution of the values, added to the normalised output; odd; None for
-        none. It sees later tokens, so it cannot be causal, and needs n_q = n_k. Its weights live in a module: see
-        `sparing.nn.MultiheadAttention`.
+    convolution: width of a learned depth-wise convolution of the values, which is added to the normalised output; None
+        for none. It must be odd, and needs n_q = n_k. It sees later tokens, so it cannot be causal. Its weights live in
+        a module: see `sparing.nn.MultiheadAttention`.
 
     `inspect()` notes the codes of all hashes, `query_codes` [B, H, n_q, hashes] and `key_codes` [B, H, n_k, hashes]
     (not with `expectation`), and how many `bits` [B] each item's codes have.
@@ -119,7 +119,7 @@ class Yoso(Method):
         return self._normalized(sums, v, call, by=unit_rows)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if self.expectation:  # dense, and no kernel is faster at that than matrix products
+        if self.expectation:  # dense: no kernel is faster than torch's matrix products
             return None
         width, draws = q.shape[-1], call.draws
         purposes = draw_names(self.hash, PURPOSE, hashes=self.hashes, width=width).values()
@@ -136,7 +136,7 @@ class Yoso(Method):
         exact = self.gradient == "exact"
         unit = _shortest(q.dtype) if self.normalize == "l2" else None
         sums = kernels.collision_sums(q, k, self._values(v), call.mask.keep, *sampling, call.mask.causal, exact, unit)
-        return self._normalized(sums, v, call, by=lambda rows, _: rows)  # divided already
+        return self._normalized(sums, v, call, by=lambda rows, _: rows)  # the kernel has divided already
 
     def _bits(self, k: Tensor, call: Call) -> Tensor:
         """Return how many bits the codes of each item have, (B or 1,)."""
@@ -190,7 +190,7 @@ class Yoso(Method):
 
 
 def _shortest(dtype: torch.dtype) -> float:
-    """Return the least size of a row that is divided by its length: the inverse of a smaller one can overflow."""
+    """Return the smallest norm that a row is divided by: the inverse of a smaller one can overflow."""
     return torch.finfo(dtype).tiny
 
 

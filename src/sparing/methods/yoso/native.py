@@ -1,4 +1,4 @@
-"""Sums over tokens whose hash codes collide."""
+"""Wrappers of the kernels of `yoso`: sums over tokens whose hash codes collide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ schemas.define(
 def codes(
     x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Sequence[int], hashes: int, gaussian: bool
 ) -> Tensor:
-    """Return the codes (B, H, n, hashes) of tokens x (B, H, n, d), as int64; the rest as for `collision_sums`."""
+    """Return the codes (B, H, n, hashes) of tokens x (B, H, n, d) as int64; other arguments as in `collision_sums`."""
     return torch.ops.sparing.yoso_codes(
         contiguous_rows(x), streams.contiguous(), bits.contiguous(), seed, purposes, hashes, gaussian
     )
@@ -46,13 +46,14 @@ def collision_sums(
     exact: bool,
     unit: float | None = None,
 ) -> Tensor:
-    """(B, H, n_q, e): the sum over the keys of the share of the hashes in which query and key collide, times the value.
+    """Return B V (B, H, n_q, e), where B_ij is the fraction of the hashes in which query i and key j collide.
 
-    q, k: of any length; only their direction counts. v: of the type of q, or in bfloat16; sums are in the type of q.
-    keep: (B, n_k), False for padded keys. streams: (H,), seed (as a signed number of 64 bits), purposes: the key of the
-    random numbers; one purpose per group of hashes. bits: (B or 1,). gaussian: normal hyperplanes, not Hadamard
-    matrices. exact: the derivative of a weight is that of the probability of a collision, not the lower bound. unit:
-    rows are divided by their length; one without an entry as large as this number gives zeros and gets no gradient.
+    q, k: rows of any norm; only their direction counts. v: in the type of q, or bfloat16; sums are in the type of q.
+    keep: (B, n_k), False for padded keys.
+    streams (H,), seed (a signed 64-bit integer), purposes: key of the random numbers, one purpose per group of hashes.
+    bits: (B or 1,), bits per code. gaussian: normal hyperplanes instead of Hadamard matrices.
+    exact: use the derivative of the collision probability instead of the paper's lower bound.
+    unit: divide output rows by their norm; a row without an entry of at least `unit` gives zeros and no gradient.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
@@ -82,7 +83,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, keep, streams, bits, *ctx.settings = inputs
-    # Rows of unit length and what they were divided by say all about the sums, which need not be kept then.
+    # Rows of unit length and their inverse norms are enough to recover the sums, which are then not saved.
     kept = (None, None) if ctx.settings[-1] is None else output
     ctx.save_for_backward(*kept, q, k, v, keep, streams, bits)
 
@@ -90,7 +91,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     out, inverse, q, k, v, keep, streams, bits = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    # The codes are drawn again: what is kept does not grow with the number of hashes.
+    # The codes are drawn again, so that what is saved does not grow with the number of hashes.
     grads = torch.ops.sparing.yoso_backward(
         contiguous_rows(grad), out, inverse, q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
     )

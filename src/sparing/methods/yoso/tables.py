@@ -1,6 +1,6 @@
 """Sums over all pairs of tokens that share a bucket, in time linear in the number of tokens.
 
-out_i = sum over the tokens j in the bucket of i of (left_i . left_j) slope(point_i . point_j) point_j
+out_i = sum_{j in the bucket of i} (left_i . left_j) slope(point_i . point_j) point_j
 
 A bucket with r tokens on one side and c on the other is summed pair by pair, or, without a slope, through the outer
 products of the c tokens, `left_i (sum_j left_j^T point_j)`: never more than O((r + c) e d). Where the order of the
@@ -22,8 +22,8 @@ Order = Literal["all", "past", "future"]
 Slope = Callable[[Tensor], Tensor]
 
 _TILE = 32
-_PAIR_COST = 8  # time of a pair's multiply-add, which gathers its operands, over one inside a matrix product
-_PAIRS_AT_ONCE = 1 << 13  # their rows then stay in the cache
+_PAIR_COST = 8  # time of a multiply-add of a pair, whose operands are gathered, over one in a matrix product
+_PAIRS_AT_ONCE = 1 << 13  # so few that their rows stay in the cache
 
 
 class Tokens(NamedTuple):
@@ -111,7 +111,7 @@ def _seen(place: Tensor, their_place: Tensor, buckets: tuple[Tensor, Tensor], ru
 
 
 def _prefers_tiles(r: Tensor, c: Tensor, left: Tensor, point: Tensor) -> Tensor:
-    """Per run, whether outer products are cheaper than r x c pairs; always where r x c exceeds a multiple of r + c."""
+    """Return for each run whether outer products are cheaper than r x c pairs; they are where r x c >> r + c."""
     e, d = left.shape[1], point.shape[1]
     return _PAIR_COST * r * c * (e + d) > _TILE * (_tiles(r) + _tiles(c)) * e * d
 
@@ -121,7 +121,7 @@ def _tiles(count: Tensor) -> Tensor:
 
 
 def _slots(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out groups of consecutive rows in own tiles: each row's slot; each group's first tile and tiles."""
+    """Give each group of rows tiles of its own; return each row's slot, and each group's first tile and tile count."""
     tiles = _tiles(count)
     first = tiles.cumsum(0) - tiles
     shift = first * _TILE - (count.cumsum(0) - count)
@@ -139,7 +139,7 @@ def _packed(rows: Tensor, slot: Tensor, tiles: int) -> Tensor:
 def _states(
     left: Tensor, point: Tensor, runs: Runs, tiled: Tensor, *, backwards: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outer products (T, e, d) of each tile of the tiled runs, plus those of the run's tiles before (or after) it."""
+    """Return the outer products (T, e, d) of each tile, plus those of the tiles before (or after) it in its run."""
     members = tiled.repeat_interleave(runs.size).nonzero().squeeze(-1)
     slot, first, tiles = _slots(runs.size * tiled)
     total = int(tiles.sum())
@@ -169,7 +169,7 @@ def _add_products(out: Tensor, left: Tensor, states: Tensor, state: Tensor) -> N
 
 
 def _pair_sums(mine: Tokens, left: Tensor, point: Tensor, start: Tensor, stop: Tensor, slope: Slope | None) -> Tensor:
-    """Each of mine against the sorted tokens from start to before stop, a bounded number of pairs at a time."""
+    """Sum each of mine against the sorted tokens from start to stop, a bounded number of pairs at a time."""
     count = stop - start
     out = []
     pieces = ((count.cumsum(0) - 1).clamp_min(0) // _PAIRS_AT_ONCE).unique_consecutive(return_counts=True)[1]
