@@ -50,7 +50,9 @@ def test_nothing_else_parses(spec):
     "spec", ["(" * 5000, "-" * 5000, "9" * 10_000, "nystrom(landmarks=" + "9" * 10_000 + ")", "a" * 10**6]
 )
 def test_long_specs_are_refused_before_they_are_parsed(spec):
-    with pytest.raises(ValueError, match=rf"^method: the spec .*\.\.\. has {len(spec)} characters; at most 1000 are allowed$"):
+    with pytest.raises(
+        ValueError, match=rf"^method: the spec .*\.\.\. has {len(spec)} characters; at most 1000 are allowed$"
+    ):
         method(spec)
 
 

@@ -96,7 +96,7 @@ def test_pretraining_reads_segments_and_answers_both_questions():
     assert found.tokens.shape == (3, 12, 20)
     assert found.order.shape == (3, 2)
     assert not torch.equal(found.order, model(given, segments=second).order)
-    with pytest.raises(ValueError, match="made without any"):
+    with pytest.raises(ValueError, match="has no segment embeddings"):
         MaskedLM(Encoder(20, length=16, width=16))(given, segments=first)
 
 
@@ -126,7 +126,7 @@ def test_positions_are_repeated():
         (lambda: Encoder(0, length=8), "vocabulary=0"),
         (lambda: Encoder(20, length=8, norm="none"), "norm='none' is not one of"),
         (lambda: Encoder(20, length=8).extend_positions(4), "length=4 is less than the 8"),
-        (lambda: CausalLM(Encoder(20, length=8)), "sees later tokens"),
+        (lambda: CausalLM(Encoder(20, length=8)), "its layers see later tokens"),
     ],
 )
 def test_bad_input(make, said):

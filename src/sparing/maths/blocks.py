@@ -11,7 +11,7 @@ from sparing.maths.dense import divide_rows, finite_or_zero
 
 
 class Part(NamedTuple):
-    """What one set of keys adds to each query. The shift cancels in the end and carries no gradient."""
+    """The contribution of one set of keys to each query. The shift `top` cancels and has no gradient."""
 
     sums: Tensor  # (..., n, e): sum_j exp(score_j - top) v_j
     total: Tensor  # (..., n, 1): sum_j exp(score_j - top)
@@ -23,14 +23,14 @@ class Part(NamedTuple):
 
 
 def part(scores: Tensor, v: Tensor) -> Part:
-    """Add scores (..., n, m), -inf where a query may not look, on the values (..., m, e)."""
+    """Return the part of keys with scores (..., n, m), -inf where a query may not look, and values (..., m, e)."""
     top = scores.detach().amax(-1, keepdim=True)
     weights = (scores - finite_or_zero(top)).exp()
     return Part(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
 def merge(a: Part, b: Part) -> Part:
-    """Both sets of keys together. No logarithm is taken on the way, so empty sets have a finite gradient."""
+    """Return the part of both sets of keys. It takes no logarithm, so that empty sets have a finite gradient."""
     top = torch.maximum(a.top, b.top)
     shift = finite_or_zero(top)
     of_a, of_b = (a.top - shift).exp(), (b.top - shift).exp()

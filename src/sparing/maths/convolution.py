@@ -1,4 +1,4 @@
-"""Learned state that some methods have: `sparing.nn` owns it, `attention(state=...)` receives it."""
+"""The learned convolution of Nystromformer and YOSO: `sparing.nn` owns it, `attention(state=...)` receives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparing.contract import Supports
 
 
 class DepthwiseConvolution(nn.Module):
-    """The residual of Nystromformer and YOSO: each head filters its values along the sequence, (B, H, n, e) -> same."""
+    """Filter the values of each head along the sequence, (B, H, n, e) -> same, as Nystromformer and YOSO do."""
 
     def __init__(self, heads: int, size: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class DepthwiseConvolution(nn.Module):
         return nn.functional.conv2d(v, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
 
 
-# For methods with a field `convolution`, the width of the filters; None is no convolution.
+# The functions below are for methods with a field `convolution`, the width of the filters; None for no convolution.
 
 
 def check_width(method: str, size: int | None) -> None:
@@ -34,7 +34,7 @@ def check_width(method: str, size: int | None) -> None:
 
 
 def beside_convolution(supports: Supports, size: int | None) -> Supports:
-    """Return the claims that remain: a filter follows the order of tokens, sees later ones, one per query."""
+    """Return what a method supports beside a convolution, which sees later tokens and needs n_q = n_k."""
     return supports if size is None else replace(supports, causal=False, cross_attention=False, position_based=True)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of dense attention that references share: logits, a softmax that survives empty rows, weighted sums."""
+"""Parts of dense attention that references share: logits, a softmax that handles empty rows, weighted sums."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def finite_or_zero(x: Tensor) -> Tensor:
-    """Zero in place of -inf, the largest of no scores: a shift that can be subtracted."""
+    """Replace -inf, the maximum of no scores, by zero, so that it can be subtracted as a shift."""
     return x.masked_fill(x == -torch.inf, 0.0)

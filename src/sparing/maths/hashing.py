@@ -22,7 +22,7 @@ _TIE = 1e-9  # a projection this small counts as zero, so that no tie is broken 
 
 
 def hadamard_rotations(draws: Draws, purpose: str, blocks: int, size: int) -> Tensor:
-    """Random rotations H D3 H D2 H D1 without their scale, (heads, blocks, size, size) in float64.
+    """Return random rotations H D3 H D2 H D1 without their scale, (heads, blocks, size, size) in float64.
 
     H is the Hadamard matrix of a power of two; D are random signs. Three rounds: with two, the coordinates of a sparse
     vector are far from Gaussian.
@@ -51,7 +51,7 @@ def hyperplanes(
         return
     group = _group(family, width)
     for start, name in names.items():
-        rotations = hadamard_rotations(draws, name, bits, group)[..., :width]  # x is padded by zeros
+        rotations = hadamard_rotations(draws, name, bits, group)[..., :width]  # x counts as padded with zeros
         for first in range(0, min(group, hashes - start), HASHES_AT_ONCE):
             yield rotations[:, :, first : min(first + HASHES_AT_ONCE, hashes - start)]
 

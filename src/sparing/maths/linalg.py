@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def inverse_iteration(a: Tensor, z: Tensor, steps: int) -> Tensor:
-    """Iterate from z towards a's (pseudo-)inverse, at third order: Z <- Z (13 I - AZ (15 I - AZ (7 I - AZ))) / 4."""
+    """Approach the (pseudo-)inverse of a from z at third order: Z <- Z (13 I - AZ (15 I - AZ (7 I - AZ))) / 4."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(steps):
         az = a @ z
@@ -54,5 +54,5 @@ def unit_rows(x: Tensor, smallest: float) -> Tensor:
     wide = x.double()
     top = wide.detach().abs().amax(-1, keepdim=True)
     empty = top < smallest
-    wide = wide / top.masked_fill(empty, 1.0)  # the squares of huge and of tiny entries are out of range
+    wide = wide / top.masked_fill(empty, 1.0)  # otherwise squares of huge or tiny entries would be out of range
     return (wide / wide.norm(dim=-1, keepdim=True).masked_fill(empty, 1.0)).masked_fill(empty, 0.0).to(x.dtype)

@@ -81,7 +81,7 @@ def _causal(phi_q: Tensor, phi_k: Tensor, log_k: Tensor, v: Tensor, *, shift: bo
     Row i is divided by exp(max_{j <= i} log_k_j), so no number of row i ever depends on a later key.
     """
     both = min(phi_q.shape[-2], phi_k.shape[-2])
-    own, late = phi_q.split([both, phi_q.shape[-2] - both], dim=-2)  # late queries stand beyond the last key
+    own, late = phi_q.split([both, phi_q.shape[-2] - both], dim=-2)  # late queries come after the last key
     running = log_k.cummax(-1).values if shift else torch.zeros_like(log_k)
     state = v.new_zeros(*v.shape[:2], phi_k.shape[-1], v.shape[-1])
     level = torch.full_like(running[..., :1], -torch.inf)  # log of the factor that the state is divided by

@@ -13,7 +13,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Call], Tensor]
 
 
 def place_of_rank(valid: Tensor) -> Tensor:
-    """(B, n): the position of the valid token of each rank; beyond the last rank the padded positions follow."""
+    """Return the position of the valid token of each rank, (B, n); the padded positions follow the last rank."""
     return (~valid).long().argsort(dim=-1, stable=True)
 
 

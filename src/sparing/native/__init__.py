@@ -1,7 +1,6 @@
-"""Compiled kernels for CPUs: the same numbers as the plain PyTorch paths, sooner. Only this package touches torch.ops.
+"""Compiled kernels for CPUs, which compute the same numbers as the plain PyTorch paths, faster.
 
-Every op has its schema and its shape function here, whether or not the compiled library was found. `info()` tells
-what was loaded.
+Every op has its schema and its fake whether or not the compiled library was found. `info()` returns what was loaded.
 """
 
 from sparing.native.library import Info, info, instruction_set, ready, switched_off, why_not

@@ -1,4 +1,4 @@
-"""First derivatives of the kernels; they have no second ones."""
+"""Register the first derivatives of the kernels, which have no second derivatives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparing.native.library import schemas
 
 
 def differentiable(op: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
-    """Give sparing::op its gradient, and let sparing::op_backward, which computes it, refuse to be differentiated.
+    """Register the gradient of sparing::op, and make differentiating sparing::op_backward raise an error.
 
-    Without a rule for the latter, torch would only warn and go on with zeros.
+    Without a rule for the latter, torch would only warn and use zeros.
     """
 
     torch.library.register_autograd(f"sparing::{op}", backward, setup_context=setup, lib=schemas)

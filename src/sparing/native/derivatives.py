@@ -1,4 +1,4 @@
-"""Functions with a first derivative and no second one."""
+"""Make second derivatives raise an error for functions that have only first ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def once_differentiable(backward: Backward) -> Backward:
     """Wrap a backward pass so that its results raise where somebody differentiates them.
 
     torch's decorator of this name raises only where `backward()` walks all of the graph: `torch.autograd.grad` with
-    given inputs finds no path to them, and takes the second derivative for zero. It has to depend on saved tensors.
+    given inputs finds no path to them and returns zero. So the results are made to depend on the saved tensors.
     """
 
     @wraps(backward)
@@ -44,7 +44,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def refuse(*_: Any) -> NoReturn:
-    """Raise the error of a second derivative that does not exist."""
+    """Raise the error for a second derivative that does not exist."""
     raise RuntimeError(
         "a second derivative of attention was asked for, and this gradient is once_differentiable; a method that has "
         "a second derivative gives it with impl='reference'"

@@ -22,7 +22,7 @@ class Map(IntEnum):
     GAUSSIAN = 0  #: exp(factor |x - p_f|^2), one point p_f for each feature
     EXPONENTIAL = 1  #: exp(p_f.y - |y|^2 / 2), y = factor x
     ELU = 2  #: 1 + ELU(x_f)
-    PLAIN_ELU = 3  #: the same, and no factor per token
+    PLAIN_ELU = 3  #: 1 + ELU(x_f), without a factor per token
 
 
 schemas.define(
@@ -126,7 +126,7 @@ def _setup_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _mix_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
+    saved = ctx.saved_tensors  # read once: under checkpointing they can be unpacked only once
     found = torch.ops.sparing.feature_mix_backward(contiguous_rows(grad), *saved, ctx.kind, ctx.factor)
     grad_x, grad_points, grad_table, grad_mass = found
     divided = saved[3] is not None

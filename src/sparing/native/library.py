@@ -1,4 +1,4 @@
-"""Finding and loading the compiled library, once, and choosing its instruction set."""
+"""Find and load the compiled library, and choose its instruction set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparing.version import __version__
 
 
 class _Schemas(torch.library.Library):
-    """Ops that are declared, whether or not a compiled library has them."""
+    """Declares ops, whether or not a compiled library implements them."""
 
     def __init__(self) -> None:
         super().__init__("sparing", "DEF")
@@ -103,7 +103,7 @@ def _forward_mode() -> bool:
 
 
 def why_not(tensor: Tensor) -> str:
-    """Why `ready` is false."""
+    """Return why `ready` is False."""
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64):
         return f"they take float32 and float64 on the CPU, not {tensor.dtype} on {tensor.device}"
     if _forward_mode():

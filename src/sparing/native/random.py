@@ -1,4 +1,4 @@
-"""Random numbers by counter, the same as those of `sparing.draws`."""
+"""Wrappers of the kernels for counter-based random numbers, the same as those of `sparing.draws`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ schemas.define("random_uniform(Tensor streams, int seed, int purpose, int count)
 
 
 def random_bits(streams: Tensor, seed: int, purpose: int, count: int) -> Tensor:
-    """(H, count) words of 32 random bits, as int64, for the streams (H,) of the heads.
+    """Return (H, count) words of 32 random bits, as int64, for the streams (H,) of the heads.
 
-    seed: as a signed number of 64 bits. purpose: the checksum of its name.
+    seed: a signed 64-bit integer. purpose: the checksum of its name.
     """
     return torch.ops.sparing.random_bits(streams.contiguous(), seed, purpose, count)
 

@@ -1,4 +1,4 @@
-"""Tensors in the form that kernels take."""
+"""Bring tensors to the form that kernels take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class WritableState:
-    """An object whose tensors are written to in place, whichever of torch's modes a caller is in.
+    """Base of objects that write to their tensors in place, in inference mode or outside.
 
-    It makes them outside inference mode, whose tensors cannot be written to anywhere else. Those that arrive otherwise,
-    in a copy or a pickle that was made in inference mode, are replaced once, here.
+    Tensors made in inference mode cannot be written to outside it, so subclasses make theirs outside. Copies and
+    pickles that were made in inference mode hold such tensors; they are replaced here.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:

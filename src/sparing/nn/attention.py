@@ -26,9 +26,9 @@ class MultiheadAttention(nn.Module):
 
     method: a `Method` or its spec string.
     max_length: the longest key sequence, for methods whose learned state depends on it (linformer).
-    seed: fixes all random choices, dropout's too. None draws new ones at each call in training; in evaluation it keeps
-        to one number, drawn from torch's generator when the layer is made and saved with it (`evaluation_seed`).
-        Layers of one model should not share a number; copies of a layer do.
+    seed: fixes all random choices, those of dropout too. None makes new choices at each call in training; in evaluation
+        it uses one number, `evaluation_seed`, which is drawn from torch's generator when the layer is made, and saved
+        with it. Layers of one model should not share a seed; copies of a layer do.
 
     >>> layer = sparing.nn.MultiheadAttention(64, 4, batch_first=True, method="nystrom(landmarks=16)")
     >>> x = torch.randn(2, 128, 64)
@@ -101,11 +101,11 @@ class MultiheadAttention(nn.Module):
         state = self.method.learned(num_heads, self.head_dim, self.head_dim, max_length)
         self.state = None if state is None else state.to(device=device, dtype=dtype)
         if self.method.supports.stochastic:
-            with torch.random.fork_rng(devices=[]):  # so that what is made next has the same weights with any method
+            with torch.random.fork_rng(devices=[]):  # later modules get the same initial weights with any method
                 self.register_buffer("evaluation_seed", torch.randint(2**63 - 1, ()))
 
     def reset_parameters(self) -> None:
-        """Start as torch's module does."""
+        """Initialise parameters as torch's module does."""
         for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             if getattr(self, name) is not None:
                 nn.init.xavier_uniform_(getattr(self, name))
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Like torch's: masks are True (or -inf) where attention is *not* allowed; returns (output, weights or None).
+        """Return (output, weights or None). As in torch, masks are True (or -inf) where attention is *not* allowed.
 
         key_padding_mask is [B, n_k], attn_mask [n_q, n_k] or [B * H, n_q, n_k].
         """
@@ -169,7 +169,7 @@ class MultiheadAttention(nn.Module):
         if not self_attention and q.shape[2] == k.shape[2]:
             call["query_mask"] = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         if self_attention and extra and key_padding_mask is not None and self.method.name != "exact":
-            # With extra keys the door cannot tell that padded keys are padded queries too.
+            # With extra keys n_q != n_k, so attention() cannot infer padded queries from padded keys.
             padded = key_padding_mask if key_padding_mask.dtype == torch.bool else hides(key_padding_mask)
             call["query_mask"] = ~padded
         given = Projection(v, wv, bv).map(lambda t: t.to(q)) if projection else self._split(v)

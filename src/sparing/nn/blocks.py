@@ -15,10 +15,10 @@ NORMS = ("pre", "post")
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each added to what it was given.
+    """A transformer block: attention, then a feed-forward network, each with a residual connection.
 
     norm: "pre" normalises the input of each part, "post" the sum after it, as BERT does.
-    dropout: probability for what each part adds. Attention weights are not dropped: few methods have any.
+    dropout: dropout probability for what each part adds. Attention weights are not dropped: few methods have any.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder: turns tokens into states, each of which depends on all tokens.
+    """Turn tokens into states, each of which depends on all tokens.
 
     vocabulary: how many tokens there are. length: the longest input, for learned positions.
     hidden: width of the feed-forward layers; None for four times the width.
     method: one method for all layers, or a list with one for each.
-    segments: kinds of tokens ("first sentence", "second sentence"), which have embeddings of their own; 0: none.
+    segments: number of token types ("first sentence", "second sentence") with their own embeddings; 0 for none.
 
     >>> encoder = sparing.nn.Encoder(100, width=64, heads=2, layers=2, length=512, method="yoso(hashes=8)")
     >>> encoder(torch.randint(100, (3, 128))).shape
@@ -129,7 +129,7 @@ class Encoder(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[:n]
         if segments is not None:
             if self.segments is None:
-                raise ValueError("segments: this model was made without any; make it with segments=2")
+                raise ValueError("segments: this model has no segment embeddings; build it with segments=2")
             x = x + self.segments(segments)
         x = self.dropout(self.norm(x) if self.post else x)
         for layer in self.layers:
@@ -138,7 +138,7 @@ class Encoder(nn.Module):
         return x if mask is None else x * mask[..., None]
 
     def extend_positions(self, length: int) -> None:
-        """Make room for longer inputs: what was learned about positions is repeated, as Longformer did."""
+        """Extend the learned positions to longer inputs by repeating them, as Longformer did."""
         if length < self.length:
             raise ValueError(f"length={length} is less than the {self.length} positions that there are")
         for layer in self.layers:
@@ -150,7 +150,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """A decoder for language models: turns tokens into states, each of which depends on the tokens up to its own.
+    """Turn tokens into states for language models, each of which depends on the tokens up to its own.
 
     >>> decoder = sparing.nn.Decoder(100, length=512, method="window(size=64)")
     >>> decoder(torch.randint(100, (3, 128))).shape

@@ -22,7 +22,7 @@ def _readout(width: int, hidden: int, classes: int) -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """Classifies texts by the mean of their states.
+    """Classify texts by the mean of their states.
 
     >>> model = sparing.nn.Classifier(sparing.nn.Encoder(100, length=64), classes=10)
     >>> model(torch.randint(100, (3, 32))).shape
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 
 
 class DualTower(nn.Module):
-    """Classifies pairs of texts, which one encoder reads separately, from a, b, a * b and a - b."""
+    """Classify pairs of texts from a, b, a * b and a - b, the states that one encoder computes for each text."""
 
     def __init__(self, encoder: Encoder, classes: int = 2) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DualTower(nn.Module):
 
 
 class _TokenHead(nn.Module):
-    """Turns states into scores of all tokens, with the input embeddings as output weights."""
+    """Turn states into scores of all tokens, with the input embeddings as output weights."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _TokenHead(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """Predicts the token at each position: [B, n] -> [B, n, vocabulary]."""
+    """Predict the token at each position: [B, n] -> [B, n, vocabulary]."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Pretrained(NamedTuple):
 
 
 class Pretraining(nn.Module):
-    """Predicts masked tokens, and from the first token's state whether two parts are in order."""
+    """Predict masked tokens and, from the first token's state, whether two parts are in order."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Pretraining(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Predicts the token after each position: [B, n] -> [B, n, vocabulary].
+    """Predict the token after each position: [B, n] -> [B, n, vocabulary].
 
     >>> model = sparing.nn.CausalLM(sparing.nn.Decoder(256, length=128, method="kernel(kind=elu)"))
     >>> model(torch.randint(256, (2, 64))).shape
@@ -113,7 +113,7 @@ class CausalLM(nn.Module):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         if not decoder.causal:
-            raise ValueError("decoder: this one sees later tokens; use sparing.nn.Decoder")
+            raise ValueError("decoder: its layers see later tokens; use sparing.nn.Decoder")
         self.decoder = decoder
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:

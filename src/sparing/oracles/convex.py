@@ -42,12 +42,12 @@ def caratheodory(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def value_aware(
     weights: Tensor, values: Tensor, keys: int, *, allowed: Tensor | None = None, corrective: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """OVA: at most `keys` values whose convex combination is near the mean: (indices, weights), [..., keys] each.
+    """Return at most `keys` values whose convex combination is near the mean (OVA): (indices, weights), [..., keys].
 
-    Exact optimum for one key. From e + 1 keys on, or from as many as there are, the mean itself. In between a greedy
-    pursuit with the guarantee |error|^2 <= sum_i w_i |v_i - o|^2 / keys, never worse than the `keys` largest weights.
-    The weights found are free: non-negative, of sum one, unrelated to the given ones. The plain pursuit keeps the
-    optimum for one key and the guarantee, and is the mean itself only with room for all keys.
+    With one key the result is the optimum. With at least e + 1 keys, or with all keys, it is the mean itself. In
+    between a greedy pursuit guarantees |error|^2 <= sum_i w_i |v_i - o|^2 / keys and is never worse than the `keys`
+    largest weights. The weights found are free: non-negative, of sum one, unrelated to the given ones. The plain
+    pursuit keeps the optimum for one key and the guarantee, and is the mean itself only with room for all keys.
 
     weights: [..., n], non-negative, of sum one; a row of zeros gives zeros. values: [..., n, e]; the leading axes
         broadcast, and a last leading axis of one is shared by all queries of the weights.
@@ -63,7 +63,7 @@ def value_aware(
     weights, values, allowed, lead = _grouped(weights, values, allowed)
     if not lead.numel():
         return weights.new_zeros(*lead, keys, dtype=torch.long), weights.new_zeros(*lead, keys)
-    # The result does not depend on the unit; a power of two keeps squares in range and changes no digit.
+    # The result does not depend on the scale of the values; a power of two keeps squares in range and changes no bit.
     values = torch.ldexp(values, -torch.frexp(values.abs().amax()).exponent)
     step = max(1, _BLOCK // weights.shape[-1])
     parts = []

@@ -37,7 +37,7 @@ def reduce_points(weights: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     slots = torch.arange(width + 2, device=points.device).expand(points.shape[0], -1)
     held, window = remove_one(weights[:, : width + 2], points[:, : width + 2]), points[:, : width + 2]
     for fresh in range(width + 2, count):
-        place = held.argmin(-1, keepdim=True)  # carries nothing
+        place = held.argmin(-1, keepdim=True)  # a slot of weight zero
         slots = slots.scatter(-1, place, fresh)
         held = held.scatter(-1, place, weights[:, fresh : fresh + 1])
         window = window.scatter(1, place.unsqueeze(-1).expand(-1, 1, width), points[:, fresh : fresh + 1])
@@ -51,7 +51,7 @@ def eliminate(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     width = values.shape[2]
     points = values - (weights.unsqueeze(1) @ values)
     points = points.masked_fill((weights == 0).unsqueeze(-1), 0.0)
-    # In units of their spread, points weigh like the ones beside them.
+    # Points are divided by their typical size, so that the row of ones beside them has the same magnitude.
     sizes = points.norm(dim=-1)
     spread = torch.maximum((weights * sizes.square()).sum(-1).sqrt(), 1e-8 * sizes.amax(-1))
     points = points / spread.masked_fill(spread == 0, 1.0)[:, None, None]

@@ -1,4 +1,4 @@
-"""The oracles on other weights than softmax's: those of a kernel that a model was trained with."""
+"""Oracles on weights other than softmax: those of a kernel that a model was trained with."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ def weights_of(kernel: Method, q: Tensor, k: Tensor, call: Call) -> Tensor:
 class OracleOf(Method):
     """An oracle that takes its weights from a kernel, as in Table 2 of Gupta and Berant (2021).
 
-    softmax(log kappa) is kappa / sum kappa, so that the oracle is given the logarithms of the weights as its scores. It
-    takes the path of its `reference`: values are looked for also where it is known that they exist. For measurements;
-    it has no name in specs.
+    softmax(log kappa) is kappa / sum kappa, so the oracle gets the logarithms of the weights as its scores. It always
+    runs its `reference`, also where a shortcut exists. It is for measurements and cannot be named in spec strings.
 
-    kernel: whose weights; its rows sum to one.
-    choice: `top_keys` or `value_aware`.
+    kernel: the method whose weights are used; its rows sum to one.
+    choice: the oracle, `top_keys` or `value_aware`.
     """
 
     name = "_oracle_of"
@@ -39,7 +38,7 @@ class OracleOf(Method):
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         weights = weights_of(self.kernel, q, k, call)
-        # A key of no weight stays one that may be used; only hidden ones may not.
+        # Keys of weight zero may be used; only hidden keys may not.
         scores = weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
         visible = call.mask.visible(q.shape[-2], k.shape[-2], q.device)
         if visible is not None:

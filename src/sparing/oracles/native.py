@@ -1,4 +1,4 @@
-"""Softmax over the keys of largest score of each query."""
+"""Wrapper of the kernel of `top_keys`: softmax over the keys of largest score of each query."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from sparing.maths.dense import divide_rows
 from sparing.oracles.elimination import eliminate
 from sparing.oracles.pursuit import Combination, combine, pursue, take
 
-_ACCEPTED = 1e-12  # relative error above which an exact combination is computed again, the slow way
-_ENTRIES = 2**22  # numbers of one gathered array of the slow way
+_ACCEPTED = 1e-12  # relative error above which an exact combination is computed again, by elimination
+_ENTRIES = 2**22  # most entries of an array that elimination gathers
 
 
 def largest(scores: Tensor, keys: int) -> Tensor:
-    """Boolean [..., n]: the `keys` largest of scores [..., n] in each row; among equals, those of lower index."""
+    """Return the `keys` largest of scores [..., n] in each row as a boolean [..., n]; ties go to the lower index."""
     keys = min(keys, scores.shape[-1])
     last = scores.topk(keys).values[..., -1:]
     above, tied = scores > last, scores == last
@@ -22,7 +22,7 @@ def largest(scores: Tensor, keys: int) -> Tensor:
 
 
 def nearest(weights: Tensor, values: Tensor, allowed: Tensor, keys: int, corrective: bool) -> Combination:
-    """OVA for one block: weights (Q, n), values (n, e) or (Q, n, e)."""
+    """Compute OVA for one block: weights (Q, n), values (n, e) or (Q, n, e)."""
     n, width = values.shape[-2:]
     limit = min(keys, width + 1, n) if corrective else min(keys, n)
     mean = mean_of(weights, values)
@@ -69,7 +69,7 @@ def _better(one: Combination, other: Combination) -> Combination:
 
 
 def mean_of(weights: Tensor, values: Tensor) -> Tensor:
-    """(Q, n) and (n, e) or (Q, n, e) -> (Q, e)."""
+    """Return weights @ values: (Q, n) and (n, e) or (Q, n, e) -> (Q, e)."""
     return weights @ values if values.ndim == 2 else combine(weights, values)
 
 

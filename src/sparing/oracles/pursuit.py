@@ -39,7 +39,7 @@ def combine(weights: Tensor, points: Tensor) -> Tensor:
 
 
 def pursue(mean: Tensor, values: Tensor, far: Tensor, limit: int, scale: Tensor, corrective: bool) -> Combination:
-    """At most `limit` keys for each query whose combination comes near mean (Q, e).
+    """Find at most `limit` keys for each query whose convex combination is close to mean (Q, e).
 
     far: (Q, n) squared distances |v_i - o|^2, infinite where a key must not be used.
     scale: (Q,) squared size of the values, against which rounding is judged; infinite for a query with no keys.
@@ -96,7 +96,7 @@ def _best_segment(now: Tensor, along: Tensor, far: Tensor, apart: Tensor) -> tup
 
 
 def correct(points: Tensor, weights: Tensor) -> Tensor:
-    """Better convex weights on the support (weights > 0) of points (Q, r, e); never worse, keys may be dropped.
+    """Improve convex weights on the support (weights > 0) of points (Q, r, e); keys may be dropped.
 
     Walk towards the minimiser over the affine hull. If it lies outside the simplex, stop at the facet, drop the key
     whose weight is zero there and repeat on what is left.
@@ -107,7 +107,7 @@ def correct(points: Tensor, weights: Tensor) -> Tensor:
         vectors, held = points[rows], weights[rows]
         used = held > 0
         goal = _affine_minimiser(vectors, used)
-        # A singular system gives nonsense: the objective tells.
+        # The solution of a singular system is useless; the objective shows it.
         useful = _square(combine(goal, vectors)) <= _square(combine(held, vectors))
         goal = torch.where(useful.unsqueeze(-1), goal, held)
         leaving = used & (goal <= 0)
@@ -135,7 +135,7 @@ def _affine_minimiser(points: Tensor, used: Tensor) -> Tensor:
     ones = used.to(points.dtype)
     points = points * ones.unsqueeze(-1)
     sizes = points.square().sum(-1).masked_fill(~used, torch.inf)
-    # The constraint is weighed like the smallest point: more would drown the digits of small points in P P^T.
+    # The constraint has the weight of the smallest point: with more, small points would lose their digits in P P^T.
     scale = sizes.amin(-1, keepdim=True).clamp_min(_TINY)
     # y is proportional to (P P^T + s 1 1^T)^-1 1; unused slots get an identity block.
     matrix = points @ points.mT + scale.unsqueeze(-1) * (ones.unsqueeze(-1) * ones.unsqueeze(-2))

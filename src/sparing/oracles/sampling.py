@@ -13,7 +13,7 @@ from sparing.contract import Cost, Method, Shape, Supports, knob
 from sparing.maths import dense
 from sparing.oracles.rows import blocks, pairs_held
 
-_FLOOR = 0.1  # of the mean size: no key is sampled less often than if its value had this size
+_FLOOR = 0.1  # fraction of the mean size: smaller values are sampled as if they had this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class Sampled(Method):
     the exact weights. Each query and key-value head has its own draws. Computed in float64. `inspect()` notes the
     drawn `indices` [B, H, n_q, samples] and `spread` [B, H, n_q], m times the mean squared error just given.
 
-    samples: draws per query, m.
+    samples: number of draws per query, m.
     proposal: "attention" (p = alpha), "value_norm" (p ~ alpha |v|) or "deviation" (p ~ alpha |v - o|).
-    form: "unbiased" or "self_normalized". The second must be able to reach every key, so sizes below a tenth of their
-        mean count as that. "deviation" is for it alone: the first would miss the keys with v = o.
+    form: "unbiased" or "self_normalized". The self-normalised form must be able to draw every key, so sizes below a
+        tenth of their mean are raised to it. "deviation" needs this form: the unbiased one would miss keys with v = o.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="sampled(samples=16, proposal=value_norm)", seed=0).shape
@@ -57,7 +57,7 @@ class Sampled(Method):
             )
 
     def chances(self, alpha: Tensor, v: Tensor) -> Tensor:
-        """Return p (B, H, rows, n_k), of sum one in each row that sees a key."""
+        """Return p (B, H, rows, n_k), which sums to one in each row that sees a key."""
         if self.proposal == "attention":
             return alpha
         if self.proposal == "value_norm":
@@ -67,7 +67,7 @@ class Sampled(Method):
         mean = (alpha * size).sum(-1, keepdim=True)
         if self.form == "self_normalized":
             size = torch.maximum(size, _FLOOR * mean)
-        p = torch.where(mean > 0, alpha * size, alpha)  # values that are all zero, or all alike
+        p = torch.where(mean > 0, alpha * size, alpha)  # the mean is zero if all values are zero, or all equal
         return dense.divide_rows(p, p.sum(-1, keepdim=True))
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -27,7 +27,7 @@ class TopKeys(Method):
     can make a query's error larger, since keys of opposite values may cancel. `inspect()` notes the `mass`: the share
     of the softmax weight that the selected keys hold.
 
-    keys: keys that a query attends to.
+    keys: number of keys that a query attends to.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="top_keys(keys=8)", is_causal=True).shape
@@ -94,15 +94,16 @@ class ValueAware(Method):
 
     out_i = argmin |o_i - x|^2 over convex combinations x of at most `keys` visible values, o_i = exact attention
 
-    The weights are free, unrelated to the attention weights. One key: the optimum, the value nearest to o_i. From
-    e + 1 keys on (e the width of a value): o_i itself, by Caratheodory's theorem. In between a greedy pursuit, not the
-    optimum; its squared error is at most sum_j alpha_ij |v_j - o_i|^2 / keys and, if `corrective`, never above that of
-    `top_keys`. A yardstick, not a product: it needs o_i. Computed in float64. `inspect()` notes `indices` and `weights`
-    [B, H, n_q, keys] and `error`, the distance |o_i - out_i|.
+    The weights of x are free, unrelated to the attention weights. With one key the result is the optimum, the value
+    nearest to o_i. With at least e + 1 keys (e is the width of a value) it is o_i itself, by Caratheodory's theorem. In
+    between it comes from a greedy pursuit and is not the optimum; its squared error is at most
+    sum_j alpha_ij |v_j - o_i|^2 / keys and, if `corrective`, never above that of `top_keys`. A yardstick, not a
+    product: it needs o_i. Computed in float64. `inspect()` notes `indices` and `weights` [B, H, n_q, keys] and `error`,
+    the distance |o_i - out_i|.
 
-    keys: values that an output is made of, at most.
-    corrective: after each new key, find the best weights for all keys so far. False is the plain pursuit, which keeps
-        the bound, but neither the exactness at e + 1 keys nor the comparison with `top_keys`.
+    keys: largest number of values that an output is made of.
+    corrective: after each new key, find the best weights for all keys so far. False runs the plain pursuit, for which
+        the bound holds, but which is not exact at e + 1 keys and can be worse than `top_keys`.
 
     >>> q, k, v = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64).unbind(0)
     >>> exact = sparing.attention(q, k, v)
@@ -137,7 +138,7 @@ class ValueAware(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if not self.corrective or self.keys <= v.shape[-1] or call.noted:
             return self.reference(q, k, v, call)
-        # So many values reach o_i itself, and nobody asked which ones.
+        # With so many values the result is o_i itself, and the statistics, which name the values, are not wanted.
         wide = v.double()
         parts = [dense.softmax(scores)[0] @ wide for _, _, scores in blocks(q.double(), k.double(), call)]
         return torch.cat(parts, dim=2).to(v.dtype)
@@ -150,7 +151,7 @@ class ValueAware(Method):
         r = min(self.keys, e + 1, shape.keys)
         # Logits, output, distances and the weighted sum of the values, then all keys once per atom.
         scan = shape.queries * shape.keys * (2 * d + 9 * e + 1 + r * (2 * e + 8))
-        # Weights on the atoms after each, for the greedy ones and for the largest weights.
+        # Solves for the weights after each atom, for the greedy choice and for the largest weights.
         turns = 0 if not self.corrective else 1 if r in (1, e + 1, shape.keys) else 2
         solve = turns * shape.queries * r * r * (r * r / 12 + 2 * r * e / 3 + 8 * e)  # on 1, 2, ..., r atoms
         return Cost(units * (scan + solve) + shape.projection_flops, 32.0 * pairs_held(shape), r)
