@@ -12,7 +12,7 @@
 #if defined(SPARING_FOR_AVX512)
 #define SPARING_ISA avx512
 #define SPARING_NAME "avx512"
-#define SPARING_BYTES 64  // of a vector
+#define SPARING_BYTES 64  // size of a vector
 #define SPARING_REGISTERS 32
 #elif defined(SPARING_FOR_AVX2)
 #define SPARING_ISA avx2

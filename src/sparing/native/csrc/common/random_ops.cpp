@@ -4,7 +4,7 @@
 namespace sparing {
 namespace {
 
-constexpr int64_t kGrain = 4096;  // blocks of numbers of a task, at least
+constexpr int64_t kGrain = 4096;  // least number of Philox blocks per task
 
 // Returns [heads, count] numbers: make(word) for the first words of each stream.
 template <class Number, class Make>

@@ -11,7 +11,7 @@ enum class FeatureMap : int64_t {
   gaussian,     // exp(factor |x - p_f|^2)
   exponential,  // exp(p_f . y - |y|^2 / 2), y = factor x
   elu,          // 1 + ELU(x_f)
-  plain_elu,    // the same with log(x) = 0
+  plain_elu,    // 1 + ELU(x_f), with log(x) = 0
   count,
 };
 
@@ -31,7 +31,7 @@ template <class T>
 struct FeatureSums {
   Featured<T> from;
   Tokens<const T> values;
-  const uint8_t* keep;  // [items][tokens]; null: all are valid
+  const uint8_t* keep;  // [items][tokens]; null if all are valid
   int64_t width, chunk, chunks;
   T *part_sums, *part_mass, *part_level;  // [items][heads][chunks] of [features][padded width], [features], one
   T *sums, *mass, *level;                 // [items][heads] of [features][width], [features], one
@@ -54,10 +54,10 @@ struct FeatureGrads {
   Featured<T> from;
   bool mixing;
   Tokens<const T> left, right;
-  const T* mass;         // [items][heads][features] gradient of the mass, or the mass; null: there is none
-  const uint8_t* keep;   // of FeatureSums
-  const T* level;        // of FeatureSums
-  const T *out, *total;  // of FeatureMix
+  const T* mass;         // [items][heads][features] gradient of the mass, or the mass; null for none
+  const uint8_t* keep;   // only for FeatureSums
+  const T* level;        // only for FeatureSums
+  const T *out, *total;  // only for FeatureMix
   int64_t width, chunk, chunks;
   T *grad_x, *grad_left;                    // contiguous; grad_left only if not mixing
   T *part_right, *part_mass, *part_points;  // [items][heads][chunks], sums of a chunk; rows are padded
@@ -70,7 +70,7 @@ template <class T>
 struct FeatureCausal {
   Featured<T> q, k;  // with the same points
   Tokens<const T> values;
-  const uint8_t* keep;  // [items][tokens of k]; null: all are valid
+  const uint8_t* keep;  // [items][tokens of k]; null if all are valid
   int64_t width;
   bool divide;
   T *out, *total;  // contiguous; read by the backward pass
@@ -94,7 +94,7 @@ struct FeatureKernels {
   int64_t (*causal_scratch)(const FeatureCausal<T>&);
   void (*causal)(const FeatureCausal<T>&, int64_t begin, int64_t end, T* scratch);  // a task is a head
   int64_t (*causal_grads_scratch)(const FeatureCausal<T>&);
-  void (*causal_grads)(const FeatureCausal<T>&, int64_t begin, int64_t end, T* scratch);  // the same
+  void (*causal_grads)(const FeatureCausal<T>&, int64_t begin, int64_t end, T* scratch);  // a task is a head
 };
 
 }  // namespace sparing

@@ -22,7 +22,7 @@ struct CausalBlock {
   T* masses;  // [features]
   T* level;   // [kRows]
   int64_t first, queries, keys;
-  int64_t places[kRows];  // of the keys, from `first` on
+  int64_t places[kRows];  // positions of the keys, counted from `first`
   const T *query[kRows], *key[kRows], *value[kRows];
 };
 

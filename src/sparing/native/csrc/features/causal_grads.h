@@ -16,8 +16,8 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct CausalGrads {
   T* grads;       // [width][kRows] gradients of the rows, divided by their totals
-  T* grad_rows;   // [kRows][padded width] the same
-  T* values;      // [width][kRows] of the keys
+  T* grad_rows;   // [kRows][padded width] the same, transposed
+  T* values;      // [width][kRows] values of the keys
   T* slopes;      // [kKeys][kRows]
   T* own_slopes;  // [kKeys][kRows] the share of the block's own keys or queries
   T* turned;      // [kRows][kRows] slopes of pairs, [query][key]

@@ -49,7 +49,7 @@ struct WindowKeys {
 template <class T>
 struct WindowMask {
   static constexpr bool masks = true;
-  const Int<T>*place, *is_shared;  // of the keys
+  const Int<T>*place, *is_shared;  // for each key of the tile
   Int<T> first;                    // position of the first lane
   Int<T> left, right;
   bool causal;
