@@ -51,7 +51,7 @@ def eliminate(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     width = values.shape[2]
     points = values - (weights.unsqueeze(1) @ values)
     points = points.masked_fill((weights == 0).unsqueeze(-1), 0.0)
-    # Points are divided by their typical size, so that the row of ones beside them has the same magnitude.
+    # Points are divided by their typical size, so that the column of ones beside them has the same magnitude.
     sizes = points.norm(dim=-1)
     spread = torch.maximum((weights * sizes.square()).sum(-1).sqrt(), 1e-8 * sizes.amax(-1))
     points = points / spread.masked_fill(spread == 0, 1.0)[:, None, None]

@@ -168,7 +168,7 @@ class Window(Method):
 
 
 def _block(size: int) -> int:
-    """Return how many queries share one stretch of keys, so that a key lies in at most five stretches."""
+    """Return how many queries share one stretch of keys, so that a key lies in no more than about five stretches."""
     return max(64, size // 4)
 
 
