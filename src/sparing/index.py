@@ -146,6 +146,22 @@ class Index:
         """Add positions whose attention was computed elsewhere, such as an exact prompt."""
         self._learn(query, key, value, self._arriving(query, key, value, attn_mask))
 
+    def adopt(self, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, heads: int) -> None:
+        """Learn from positions whose queries nobody kept, such as those of a cache that was filled before.
+
+        key, value, attn_mask: as in `attention`. heads: of the queries that will follow.
+        """
+        if not self.method.supports.adopt:
+            able = ", ".join(name for name, cls in list_methods().items() if cls.supports.adopt)
+            raise Unsupported(
+                f"method: {self.method.name} learns from the queries of a sequence, which are needed to append it; "
+                f"methods that need keys and values alone: {able}"
+            )
+        if key.ndim != 4:
+            raise ValueError(f"key has shape {list(key.shape)}; it must be [batch, heads, positions, size]")
+        unread = key[:, :1, self.length :].expand(-1, heads, -1, -1)  # stands in for the queries
+        self.append(unread, key, value, attn_mask)
+
     def crop(self, length: int, key: Tensor, value: Tensor) -> None:
         """Forget the positions from `length` on. key, value: the cropped ones, with `length` positions."""
         if isinstance(length, bool) or not isinstance(length, int):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+import sparing
 from tests.support.model_zoo import tokens
 
 SMALL = "multipole(clusters=4, keys=6, window=4, sinks=1, chunk=16)"
@@ -28,6 +32,13 @@ def new_cache(model, kind, length=90):
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=length)
     return DynamicCache(config=model.config)
+
+
+def unseen(spec):
+    """The warning of a method that cannot take over tokens which it has not seen; nothing for one that can."""
+    if sparing.method(spec).supports.adopt:
+        return nullcontext()
+    return pytest.warns(UserWarning, match=r"the cache has tokens that \w+ has not seen; call approximate\(\) before")
 
 
 def prompt(length=40, batch=2, padded=True):

@@ -10,7 +10,19 @@ from transformers import DynamicCache, StaticCache
 
 import sparing
 from sparing.transformers.cache import IndexedStaticLayer
-from tests.support.decoding import COVERING, DTYPES, NEW, SMALL, crop, feed, generate, indices, new_cache, prompt
+from tests.support.decoding import (
+    COVERING,
+    DTYPES,
+    NEW,
+    SMALL,
+    crop,
+    feed,
+    generate,
+    indices,
+    new_cache,
+    prompt,
+    unseen,
+)
 from tests.support.model_zoo import build, tokens
 
 KINDS = ["dynamic", "static"]
@@ -223,3 +235,39 @@ def test_a_cache_of_an_approximated_model_serves_the_restored_one():
         feed(model, ids[:, :50], plain)
         wanted = feed(model, ids[:, 50:51], plain)
         torch.testing.assert_close(feed(model, ids[:, 50:51], cache), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [*SMALL_BUDGETS, "top_keys(keys=3)"])
+def test_a_cache_that_was_filled_before_gets_an_index_from_its_keys(spec, kind, padded):
+    """As if the method had seen the exact prompt, where keys are enough; else tokens are exact, which is said."""
+    model, given, adopts = build("llama"), prompt(60, padded=padded), sparing.method(spec).supports.adopt
+    ids, mask = given["input_ids"], given["attention_mask"]
+
+    def run(cache, a, b):
+        options = {"attention_mask": mask[:, :b]} if padded else {}
+        return feed(model, ids[:, a:b], cache, **options)
+
+    late, early = new_cache(model, kind), new_cache(model, kind)
+    run(late, 0, 40)
+    with sparing.approximate(model, spec if adopts else "exact", when="decode" if adopts else None):
+        run(early, 0, 40)
+        wanted = torch.cat([run(early, 40, 45), *(run(early, i, i + 1) for i in range(45, 60))], 1)
+    with sparing.approximate(model, spec, when="decode") as handle:
+        with unseen(spec):
+            found = torch.cat([run(late, 40, 45), *(run(late, i, i + 1) for i in range(45, 60))], 1)
+        assert counts(handle) == {(15, 0, 1) if adopts else (0, 0, 16)}
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_an_index_catches_up_with_tokens_of_the_restored_model():
+    model, ids, spec = build("llama"), tokens(60), "window(size=6, sinks=1)"
+    cache = new_cache(model, "dynamic")
+    with sparing.approximate(model, spec, when="decode"):
+        feed(model, ids[:, :40], cache)
+    feed(model, ids[:, 40:50], cache)
+    with sparing.approximate(model, spec, when="decode") as handle:
+        feed(model, ids[:, 50:51], cache)
+        assert counts(handle) == {(1, 0, 0)}
+        assert [index.length for index in indices(cache)] == [51, 51]

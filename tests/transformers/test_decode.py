@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import sparing
-from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, indices, prompt, started
+from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, indices, prompt, started, unseen
 from tests.support.model_zoo import TOKENS, build, tokens
 
 WAYS = {
@@ -155,51 +155,61 @@ def test_a_generous_budget_is_close_and_a_small_one_is_not():
 def test_layers_with_a_window_of_their_own_stay_exact():
     model = build("mistral")
     wanted = generate(model, prompt(padded=False))
+    told = pytest.warns(UserWarning, match=r"layers\.0.*attends within a window by itself; leave it out of `layers`")
     with sparing.approximate(model, "top_keys(keys=1000)", layers=[0, 1]) as handle:
-        assert torch.equal(generate(model, prompt(padded=False)), wanted)
+        with told:
+            assert torch.equal(generate(model, prompt(padded=False)), wanted)
         assert handle.statistics().layers[0].steps == 0
 
 
 @pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_stay_exact(bits):
     model = build("llama").to(bits)
+    name = str(bits).removeprefix("torch.")
     with sparing.approximate(model, SMALL, when="decode") as handle:
-        generate(model, max_new_tokens=3)
+        with pytest.warns(UserWarning, match=f"the cache is {name}; load the model with dtype=torch.float32"):
+            generate(model, max_new_tokens=3)
         assert (handle.statistics().layers[0].steps, handle.statistics().layers[0].exact_calls) == (0, 3)
 
 
-def test_a_nested_call_drops_the_index_of_its_layers():
+def test_a_nested_call_starts_an_index_of_its_own():
     model = build("llama")
     with sparing.approximate(model, SMALL) as outer:
         cache, ids = started(model)
         with sparing.approximate(model, "window(size=4)", layers=0) as inner:
             feed(model, ids[:, 53:54], cache)
-            assert (inner.statistics().layers[0].steps, inner.statistics().layers[0].exact_calls) == (0, 1)
+            assert (inner.statistics().layers[0].steps, inner.statistics().layers[0].exact_calls) == (1, 0)
             assert outer.statistics().layers[1].steps == 4
-        feed(model, ids[:, 54:55], cache)
-        assert outer.statistics().layers[0].exact_calls == 1, "its index is gone"
+        with unseen(SMALL):
+            feed(model, ids[:, 54:55], cache)
+        adopts = sparing.method(SMALL).supports.adopt
+        assert outer.statistics().layers[0].exact_calls == (0 if adopts else 1), "its index is gone"
         assert outer.statistics().layers[1].steps == 5
         wanted = generate(model)
     with sparing.approximate(model, SMALL):
         assert torch.equal(generate(model), wanted)
 
 
-def test_a_mask_that_changes_is_exact():
-    """What the clusters hold would be hidden, or hold too little: the index is given up, and that is counted."""
-    model, given = build("llama"), prompt()
+@pytest.mark.parametrize("spec", [SMALL, "window(size=6)"])
+def test_a_mask_that_changes_gives_up_the_index(spec):
+    """What it holds would be hidden, or hold too little: it is made again, or tokens are exact, and that is counted."""
+    model, given, adopts = build("llama"), prompt(), sparing.method(spec).supports.adopt
     more = torch.cat([torch.ones(2, 40), torch.ones(2, 1)], dim=1).long()  # shows what was padding
     wanted, found = DynamicCache(), DynamicCache()
     with torch.no_grad():
         model(**given, past_key_values=wanted, use_cache=True)
-    with sparing.approximate(model, SMALL, when="decode") as handle:
+    with sparing.approximate(model, spec, when="decode") as handle:
         with torch.no_grad():
             model(**given, past_key_values=found, use_cache=True)
-        logits = feed(model, tokens(1, 2), found, attention_mask=more)
+        with unseen(spec):
+            logits = feed(model, tokens(1, 2), found, attention_mask=more)
         statistics = handle.statistics().total
-    assert statistics.steps == 0
-    assert statistics.exact_calls == 2 * len(handle.layers)
-    assert indices(found) == [None] * len(found.layers)
-    torch.testing.assert_close(logits, feed(model, tokens(1, 2), wanted, attention_mask=more), rtol=0, atol=1e-5)
+    assert statistics.steps == (len(handle.layers) if adopts else 0)
+    assert statistics.exact_calls == (1 if adopts else 2) * len(handle.layers)
+    assert {index is None for index in indices(found)} == {not adopts}
+    with sparing.approximate(model, spec if adopts else "exact"):
+        exact = feed(model, tokens(1, 2), wanted, attention_mask=more)
+    torch.testing.assert_close(logits, exact, rtol=0, atol=1e-5)
 
 
 def test_inference_mode_gives_the_same_bits():
@@ -227,7 +237,8 @@ def test_a_gradient_through_a_cache_is_exact():
         return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
 
     wanted = gradient(plain)
-    with sparing.approximate(model, SMALL, when="decode") as handle:
+    told = pytest.warns(UserWarning, match=r"the call has a gradient; call the model under torch\.no_grad\(\)")
+    with sparing.approximate(model, SMALL, when="decode") as handle, told:
         torch.testing.assert_close(gradient(cache), wanted, rtol=1e-4, atol=1e-6)
         assert handle.statistics().layers[0].steps == 0
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import sparing
 from sparing.transformers.cache import IndexedDynamicLayer, find_layer
 from sparing.transformers.state import state_of
-from tests.support.decoding import COVERING, NEW, SMALL, crop, feed, generate, indices, prompt, started
+from tests.support.decoding import COVERING, NEW, SMALL, crop, feed, generate, indices, prompt, started, unseen
 from tests.support.model_zoo import build, tokens
 
 
@@ -87,10 +87,11 @@ def test_a_cache_edited_without_its_index_is_an_error(edit):
                 use(cache, ids)
 
 
-def test_an_edited_cache_goes_on_without_its_index():
-    """The message's own words: without its index a layer goes on exactly."""
-    model = build("llama")
-    with sparing.approximate(model, SMALL) as handle:
+@pytest.mark.parametrize("spec", [SMALL, "window(size=6)"])
+def test_an_edited_cache_goes_on_without_its_index(spec):
+    """The message's own words: without its index a layer goes on, with a new one or exactly."""
+    model, adopts = build("llama"), sparing.method(spec).supports.adopt
+    with sparing.approximate(model, spec) as handle:
         cache, ids = started(model)
         cache.layers[0].keys.mul_(1.5)
         plain = DynamicCache(config=model.config)
@@ -99,9 +100,11 @@ def test_an_edited_cache_goes_on_without_its_index():
         for layer in cache.layers:
             layer.index = None
         handle.statistics(reset=True)
-        found = feed(model, ids[:, 53:54], cache)
-        assert handle.statistics().layers[0].exact_calls == 1
-    torch.testing.assert_close(found, feed(model, ids[:, 53:54], plain), rtol=0, atol=1e-5)
+        with unseen(spec):
+            found = feed(model, ids[:, 53:54], cache)
+        assert handle.statistics().layers[0].exact_calls == (0 if adopts else 1)
+    with sparing.approximate(model, spec if adopts else "exact"):
+        torch.testing.assert_close(found, feed(model, ids[:, 53:54], plain), rtol=0, atol=1e-5)
 
 
 def test_copies_and_pickles_go_on():
@@ -140,7 +143,9 @@ def test_other_caches_stay_exact_and_are_counted():
     cache.layers = [Packed() for _ in cache.layers]
     wanted = [feed(model, ids[:, :50], plain), feed(model, ids[:, 50:51], plain)]
     with sparing.approximate(model, SMALL, when="decode") as handle:
-        found = [feed(model, ids[:, :50], cache), feed(model, ids[:, 50:51], cache)]
+        found = [feed(model, ids[:, :50], cache)]
+        with pytest.warns(UserWarning, match="the cache has layers of Packed; use the default cache"):
+            found.append(feed(model, ids[:, 50:51], cache))
         layer = handle.statistics().layers[0]
     assert (layer.steps, layer.exact_calls) == (0, 2)
     for a, b in zip(found, wanted, strict=True):
@@ -164,20 +169,10 @@ def test_a_model_restored_in_the_middle_goes_on_exactly():
         each.reorder_cache(torch.tensor([1, 0]))
     wanted = feed(model, ids[:, 57:58], copy.deepcopy(plain))
     torch.testing.assert_close(feed(model, ids[:, 57:58], cache), wanted, rtol=0, atol=1e-5)
-    with sparing.approximate(model, SMALL) as handle:
+    with sparing.approximate(model, SMALL) as handle, unseen(SMALL):
         feed(model, ids[:, 58:59], cache)
-        assert handle.statistics().layers[0].exact_calls == 1, "the index missed tokens"
-
-
-def test_a_cache_that_was_filled_before_decodes_exactly():
-    model, ids = build("llama"), tokens(60)
-    cache, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    for each in (cache, plain):
-        feed(model, ids[:, :50], each)
-    with sparing.approximate(model, SMALL) as handle:
-        found = feed(model, ids[:, 50:51], cache)
-        assert handle.statistics().layers[0].exact_calls == 1
-    torch.testing.assert_close(found, feed(model, ids[:, 50:51], plain), rtol=0, atol=1e-5)
+        adopts = sparing.method(SMALL).supports.adopt
+        assert handle.statistics().layers[0].exact_calls == (0 if adopts else 1), "the index missed tokens"
 
 
 def test_a_reset_cache_starts_again():

@@ -37,7 +37,9 @@ class TopKeys(Method):
     name = "top_keys"
     budget = "keys"
     oracle = True
-    supports = Supports(causal=True, attn_mask="any", gradient=False, lse=True, decode=True, training_free=True)
+    supports = Supports(
+        causal=True, attn_mask="any", gradient=False, lse=True, decode=True, adopt=True, training_free=True
+    )
 
     keys: int = knob(64, minimum=1)
 

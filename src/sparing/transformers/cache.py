@@ -17,9 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+    QuantizedLayer,
+    StaticLayer,
+)
 
 from sparing.index import Index
+from sparing.transformers import reasons
+from sparing.transformers.reasons import Reason
 from sparing.transformers.state import LayerState, state_of
 
 _LAYER = "_sparing_cache_layer"  # attribute of the keys that a layer returns: the layer, and the keys that it holds
@@ -258,21 +267,23 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 _KINDS: dict[type, type[IndexedLayer]] = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
 
 
-def indexed_layer(cache: Cache, number: int) -> IndexedLayer | None:
-    """Replace a layer of the cache by an `IndexedLayer` and return it; None if it is of another kind."""
+def indexed_layer(cache: Cache, number: int) -> IndexedLayer | Reason:
+    """Replace a layer of the cache by an `IndexedLayer` and return it, or why sparing cannot follow it."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if getattr(cache, "offloading", False):
-        return None
+        return reasons.OFFLOADED
     if cache.layer_class_to_replicate is DynamicLayer:
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
     if not 0 <= number < len(cache.layers):
-        return None
+        return reasons.UNSEEN_CACHE
     layer = cache.layers[number]
     if type(layer) in _KINDS:
         layer = cache.layers[number] = _KINDS[type(layer)].from_layer(layer, number)
-    return layer if isinstance(layer, IndexedLayer) else None
+    if isinstance(layer, IndexedLayer):
+        return layer
+    return reasons.QUANTISED if isinstance(layer, QuantizedLayer) else reasons.cache_layer(type(layer).__name__)
 
 
 def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -284,8 +295,27 @@ def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return
     for argument in (*kwargs.values(), *args):
         if isinstance(argument, Cache):
-            indexed_layer(argument, number)
+            found = indexed_layer(argument, number)
+            state.cache_reason = found if isinstance(found, Reason) else None
+            if isinstance(found, IndexedLayer):
+                _check_positions(module, state, found, kwargs.get("hidden_states", args[0] if args else None))
             return
+
+
+def _check_positions(module: nn.Module, state: LayerState, layer: IndexedLayer, hidden: Any) -> None:
+    """Raise, before anything changes, if tokens lie beyond the rotary positions that a model was trained with."""
+    config: Any = getattr(module, "config", None)
+    limit, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    if not isinstance(limit, int) or not isinstance(rope, dict) or not isinstance(hidden, Tensor) or hidden.ndim != 3:
+        return
+    each = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    if {one.get("rope_type", "default") for one in each} != {"default"}:
+        return  # positions are scaled, and the limit may be that of the original model
+    if (total := layer.filled + hidden.shape[1]) > limit:
+        raise ValueError(
+            f"{state.name}: {total} tokens, but the model has {limit} positions; shorten the text, or set "
+            "rope_parameters in the model's config for longer ones"
+        )
 
 
 def find_layer(module: nn.Module, state: LayerState, key: Tensor, value: Any) -> IndexedLayer | None:

@@ -102,6 +102,8 @@ class Handle:
             text = str(method) if method is not None else f"exact: {why}" if why else "exact"
             if method is not None and layer.window is not None and not method.supports.attn_mask:
                 text += f", on inputs within the layer's own window of {layer.window} tokens"
+            if (reasons := self._reasons(layer)) and method is not None:
+                text += f"; tokens that continued a cache ran exact attention: {reasons}"
             if not runs or runs[-1][0] != text:
                 runs.append((text, []))
             runs[-1][1].append(layer.name)
@@ -115,6 +117,11 @@ class Handle:
         ):
             lines.append("  methods on the value layer need use_cache=False")
         return "\n".join(lines) + ">"
+
+    def _reasons(self, layer: AttentionLayer) -> str:
+        """Return why tokens that continued a cache ran exact attention in a layer; "" if none did."""
+        settings = self._settings.get(layer.index)
+        return "" if settings is None else "; ".join(settings.tally.reasons)
 
     def _phases(self) -> list[str]:
         """Return lines that say what causal layers do with prompts, and with tokens that continue a cache."""
@@ -162,8 +169,8 @@ def approximate(
     cannot run raises `Unsupported` before anything is changed.
 
     Tokens that continue a cache (`generate`) are approximated by multipole, window and top_keys, from a `sparing.Index`
-    beside the cache. They stay exact with all other methods, and with caches that are not plain `DynamicCache` layers
-    of float32 or float64.
+    beside the layers of a `DynamicCache` or `StaticCache`. Where they run exact attention instead, one warning per
+    handle and reason names the way out; `print(handle)` and `handle.statistics()` show the reason for each layer.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64))
@@ -176,6 +183,9 @@ def approximate(
     wanted, exact = read_arguments(model, places, what, layers, seed, when)
     register()
     handle = Handle(model, places, wanted, exact)
+    warned: set[str] = set()
+    for settings in wanted.values():
+        settings.warned = warned
     try:
         states = _states(places)
         for index, settings in wanted.items():

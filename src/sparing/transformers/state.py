@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparing.contract import Method, Projection
 from sparing.methods.exact import Exact
+from sparing.transformers.reasons import Reason
 from sparing.transformers.statistics import Tally
 
 #: The value of attn_implementation: layers run what the config's recipe says.
@@ -52,6 +53,7 @@ class LayerSettings:
     when: str = "always"  #: one of `recipe.WHEN`
     from_config: bool = False  #: read from the config's recipe, and not set by `approximate()`
     tally: Tally = field(default_factory=Tally)
+    warned: set[str] = field(default_factory=set)  #: reasons that were warned about, in all layers of the handle
     observer: Callable[[ObservedCall], None] | None = None  #: gets every call, which then runs exact attention
     exact: bool = field(init=False)  #: the method is exact attention
 
@@ -79,6 +81,7 @@ class LayerState:
     stack: list[LayerSettings] = field(default_factory=list)
     configs: list[ConfigState] = field(default_factory=list)
     called: bool = False  #: the layer has called sparing at least once
+    cache_reason: Reason | None = None  #: why sparing cannot follow the cache that the layer was last called with
 
     @property
     def settings(self) -> LayerSettings | None:
@@ -131,6 +134,7 @@ class ConfigState:
     users: int = 0  #: number of settings that need sparing's name
     recipe: Any = None  #: `config.sparing` before any of `writers` wrote there
     writers: WeakValueDictionary[int, nn.Module] = field(default_factory=WeakValueDictionary)
+    warned: set[str] = field(default_factory=set)  #: reasons that layers with the config's recipe warned about
     numbered: int = 0  #: how many modules without a `layer_idx` have got a number
 
     def name_sparing(self) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class Tally:
     calls: int = 0  #: calls that ran the method
     steps: int = 0  #: calls that ran the method on tokens which continue a cache
     exact_calls: int = 0  #: calls that ran exact attention
+    reasons: Counter[str] = field(default_factory=Counter)  #: exact calls by why decoding stayed exact
     covered: int = 0  #: calls that were exact because the method's budget covers every key
     queries: int = 0  #: queries of all heads, in calls and steps
     touched: float = 0.0  #: keys, summaries or features that the queries read
@@ -152,6 +154,11 @@ class LayerStatistics:
         return self.tally.exact_calls
 
     @property
+    def exact_reasons(self) -> dict[str, int]:
+        """Exact calls that continued a cache although a method was asked for, by their reason."""
+        return dict(self.tally.reasons)
+
+    @property
     def steps(self) -> int:
         return self.tally.steps
 
@@ -222,7 +229,7 @@ class Statistics:
     def __str__(self) -> str:
         head = (
             "layer", "method", "calls", "steps", "exact calls", "covered", "keys read", "rate", "paper's FLOPs",
-            "projection", "whole attention",
+            "projection", "whole attention", "exact because",
         )  # fmt: skip
         rows: list[tuple[str, ...]] = [head]
         for layer in (*self.layers, *([self.total] if len(self.layers) > 1 else [])):
@@ -230,6 +237,7 @@ class Statistics:
                 layer.name, str(layer.method), str(layer.calls), str(layer.steps), str(layer.exact_calls),
                 str(layer.covered), _count(layer.keys_read), _share(layer.rate), _ratio(layer.paper_reduction),
                 _ratio(layer.projection_reduction), _ratio(layer.reduction),
+                "; ".join(f"{why} ({count})" for why, count in layer.exact_reasons.items()) or "-",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -45,7 +45,7 @@ class Window(Method):
     name = "window"
     budget = "size"
     supports = Supports(
-        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, training_free=True
+        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, adopt=True, training_free=True
     )
 
     size: int = knob(128, minimum=0)

@@ -52,6 +52,7 @@ def state_by_name(module: nn.Module) -> LayerState:
         if method.supports.projection:
             raise RuntimeError(f"{name}: {method.name} works on the value layer; {way_out}")
         settings = LayerSettings(method, recipe.seed_of(name), number, recipe.when_of(name), from_config=True)
+        settings.warned = shared.warned
         state.stack.append(settings)
     set_state(module, state)
     module.register_forward_pre_hook(prepare_cache, with_kwargs=True)  # does nothing once the state is removed

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from sparing.contract import Projection
+from sparing.transformers import reasons
 from sparing.transformers.cache import IndexedLayer
+from sparing.transformers.reasons import Reason
 from sparing.transformers.runtime.masks import ModelMask
 from sparing.transformers.state import LayerSettings, LayerState
+
+#: Types of caches that an index follows. Others would be converted at each step.
+INDEXED = (torch.float32, torch.float64)
 
 
 @dataclass(eq=False)
@@ -30,7 +35,7 @@ class ModelCall:
     value: Tensor | Projection  #: [B, H_kv, n_k, e]
     mask: ModelMask
     continues: bool  #: the queries are the newest positions of a longer sequence, which a cache holds
-    may_index: bool  #: the method may read an index instead of all keys and values
+    looks_back: bool  #: queries see no later keys
     is_causal: bool | None  #: as the model passed it
     dropout: float
     scale: float | None
@@ -38,9 +43,25 @@ class ModelCall:
     others: dict[str, Any]  #: the model's other keyword arguments
 
 
-def can_index(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether an index takes these: no gradient, and no 16-bit cache, which would be converted at each step."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        return False
-    alike = query.dtype == key.dtype == value.dtype and key.dtype in (torch.float32, torch.float64)
-    return alike and query.shape[0] == key.shape[0] == value.shape[0]
+def obstacle(call: ModelCall) -> Reason | None:
+    """Return why no index can serve a call of a causal layer whose settings have a method; None if one can."""
+    q, k, v, settings = call.query, call.key, call.value, call.settings
+    assert settings is not None
+    assert isinstance(v, Tensor)
+    if call.tracing:
+        return reasons.COMPILED
+    if not settings.method.supports.decode:
+        return reasons.method(settings.method.name)
+    if call.position_bias is not None:
+        return reasons.POSITION_BIAS
+    if call.state.window is not None:
+        return reasons.WINDOW
+    if call.layer is None and not call.is_first:
+        return call.state.cache_reason or reasons.UNSEEN_CACHE
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return reasons.GRADIENT
+    if not q.dtype == k.dtype == v.dtype:
+        return reasons.MIXED_TYPES
+    if k.dtype not in INDEXED:
+        return reasons.dtype(k.dtype)
+    return reasons.DROPOUT if call.dropout else None

@@ -70,7 +70,7 @@ def attention_function(
         value=read_projection(module, state, value, query) if state.projects else value,
         mask=mask, is_causal=is_causal, dropout=dropout, scale=scaling, position_bias=position_bias, others=others,
         continues=(n_q == 1 and n_k > 1) or (n_q < n_k and mask.written_out and not state.cross),
-        may_index=looks_back and position_bias is None and not tracing and settings is not None and settings.decodes,
+        looks_back=looks_back,
     )  # fmt: skip
     refusals.check_call(call)
     if not tracing:

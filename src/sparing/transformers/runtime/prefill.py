@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sparing.index import Index
 from sparing.transformers.cache import IndexedLayer, attach_index
-from sparing.transformers.runtime.call import ModelCall, can_index
+from sparing.transformers.runtime.call import ModelCall, obstacle
 from sparing.transformers.runtime.exact import exact
 from sparing.transformers.runtime.method import run_call
 from sparing.transformers.state import LayerSettings
@@ -17,12 +17,11 @@ def prefill(call: ModelCall) -> Tensor:
     query, key, value, settings = call.query, call.key, call.value, call.settings
     assert isinstance(value, Tensor)
     assert settings is not None
-    layer = call.layer if call.may_index else None
-    index, keep, past = None, None, None
-    if (layer is not None or (call.is_first and call.may_index)) and can_index(query, key, value):
+    layer, index, keep, past = call.layer, None, None, None
+    if call.looks_back and settings.decodes and obstacle(call) is None:
         known, keep = call.mask.padding()
         if known and call.mask.n_q == call.mask.n_k:
-            index = _new_index(settings, key, call.scale)
+            index = new_index(settings, key, call.scale)
             past = index.begin(query, key, value)  # the prompt's attention may store results there
     out = exact(call) if settings.when == "decode" else run_call(call, past)
     if index is not None:
@@ -38,10 +37,11 @@ def index_prompt(settings: LayerSettings, layer: IndexedLayer, query: Tensor, sc
     """Index a prompt without padding that a layer of a cache holds, and whose attention is already computed."""
     assert layer.keys is not None
     assert layer.values is not None
-    index = _new_index(settings, layer.keys, scale)
+    index = new_index(settings, layer.keys, scale)
     index.append(query, layer.keys, layer.values)
     layer.set_index(index)
 
 
-def _new_index(settings: LayerSettings, key: Tensor, scale: float | None) -> Index:
+def new_index(settings: LayerSettings, key: Tensor, scale: float | None) -> Index:
+    """Return an empty index for keys [B, H_kv, n, d] of a layer."""
     return Index(settings.method, seed=settings.seed, scale=scale, streams=settings.streams(key.shape[1]))

@@ -43,6 +43,11 @@ def check_call(call: ModelCall) -> None:
 
 def check_arguments(state: LayerState, others: Mapping[str, Any], harmless: Collection[str] = HARMLESS) -> None:
     """Raise if the model passes an argument that sparing does not know."""
+    if others.get("cache") is not None:
+        raise Unsupported(
+            f"{state.name}: continuous batching passes a paged cache (cache=), beside which sparing keeps no index; "
+            'use model.generate() with the default cache or cache_implementation="static", or restore the model'
+        )
     for name, argument in others.items():
         if name not in harmless and argument is not None and argument is not False:
             raise Unsupported(f"{state.name}: the model passes {name}, which sparing does not know; leave it exact")
