@@ -159,6 +159,10 @@ class Index:
             )
         if key.ndim != 4:
             raise ValueError(f"key has shape {list(key.shape)}; it must be [batch, heads, positions, size]")
+        if key.shape[2] <= self.length:
+            raise ValueError(
+                f"key has {key.shape[2]} positions, and the index knows {self.length}; there is nothing new"
+            )
         unread = key[:, :1, self.length :].expand(-1, heads, -1, -1)  # stands in for the queries
         self.append(unread, key, value, attn_mask)
 

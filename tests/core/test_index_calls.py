@@ -414,3 +414,39 @@ def test_running_out_of_memory_names_the_method_the_sizes_and_the_way_out(hungry
 def test_streams_are_one_for_each_key_head():
     with pytest.raises(ValueError, match="streams: 3 numbers for 2 key-value heads"):
         sparing.Index(MULTIPOLE, streams=[1, 2, 3]).append(*sequence().part(0, 60))
+
+
+@pytest.mark.parametrize("spec", ["window(size=6, sinks=1)", "top_keys(keys=3)"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_keys_without_queries_are_adopted(spec, padded):
+    """Later rows are those of an index that saw the queries too; in pieces as well."""
+    q, k, v = torch.randn(2, 4, 30, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
+    keep = torch.ones(2, 30, dtype=torch.bool)
+    keep[0, :5] = False
+
+    def part(n):
+        return keep[:, :n] if padded else None
+
+    seen, adopted = sparing.Index(spec), sparing.Index(spec)
+    seen.append(q[:, :, :20], k[:, :, :20], v[:, :, :20], part(20))
+    for n in (12, 20):
+        adopted.adopt(k[:, :, :n], v[:, :, :n], part(n), heads=4)
+    assert adopted.length == 20
+    for n in (24, 25, 30):
+        given = (q[:, :, adopted.length : n], k[:, :, :n], v[:, :, :n], part(n))
+        assert torch.equal(adopted.attention(*given), seen.attention(*given))
+
+
+def test_what_cannot_be_adopted_is_refused_and_changes_nothing():
+    index, k = sparing.Index("window(size=6)"), torch.randn(2, 2, 10, 8)
+    with pytest.raises(ValueError, match="query has 3 heads, not a multiple of the 2 of key"):
+        index.adopt(k, k, heads=3)
+    with pytest.raises(ValueError, match=r"key has shape \[2, 10, 8\]"):
+        index.adopt(k[:, 0], k[:, 0], heads=2)
+    assert index.length == 0
+    index.adopt(k, k, heads=4)
+    with pytest.raises(ValueError, match="key has 10 positions, and the index knows 10; there is nothing new"):
+        index.adopt(k, k, heads=4)
+    if not sparing.method("multipole").supports.adopt:
+        with pytest.raises(sparing.Unsupported, match=r"multipole learns from the queries.*alone: top_keys, window"):
+            sparing.Index("multipole").adopt(k, k, heads=4)
