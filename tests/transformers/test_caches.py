@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import sparing
 from sparing.transformers.cache import IndexedStaticLayer
@@ -47,7 +47,8 @@ def test_a_budget_of_everything_generates_the_same_tokens(name, kind, padded, dt
             assert torch.equal(generate(model, given, **options), wanted)
             assert counts(handle) == {(0, NEW - 1, 1)}
             assert len(handle.statistics().layers) == MODELS[name]
-            assert torch.equal(generate(model, given, **options, prefill_chunk_size=9), wanted)
+            if dtype is torch.float32:  # in 16 bits, tokens depend on how many keys SDPA adds up at once
+                assert torch.equal(generate(model, given, **options, prefill_chunk_size=9), wanted)
     assert torch.equal(generate(model, given, **options), wanted)
 
 
@@ -174,16 +175,10 @@ def test_a_conversation_continues_the_cache_that_generate_returned(name, kind, d
             cache, text = said.past_key_values, torch.cat([said.sequences, more], 1)
         return text
 
-    def talk_without():
-        text = given["input_ids"]
-        for _ in range(3):
-            text = torch.cat([generate(model, {"input_ids": text}), more], 1)
-        return text
-
-    wanted = talk_without()
-    with sparing.approximate(model, COVERING[0]) as handle:
+    wanted = talk()
+    with sparing.approximate(model, COVERING[0], when="decode") as handle:
         assert torch.equal(talk(), wanted)
-        assert handle.statistics().total.exact_calls == 0
+        assert {layer.exact_calls for layer in handle.statistics().layers} == {1}, "the first prompt"
     with sparing.approximate(model, SMALL) as handle:
         talk()
         assert {layer.exact_calls for layer in handle.statistics().layers} == {0}
@@ -271,3 +266,15 @@ def test_an_index_catches_up_with_tokens_of_the_restored_model():
         feed(model, ids[:, 50:51], cache)
         assert counts(handle) == {(1, 0, 0)}
         assert [index.length for index in indices(cache)] == [51, 51]
+
+
+@pytest.mark.parametrize("spec", SMALL_BUDGETS)
+def test_a_model_loaded_by_name_decodes_from_a_static_cache(tmp_path, spec):
+    """Its first prompt ran before sparing knew the cache."""
+    model = build("llama")
+    with sparing.approximate(model, spec, when="decode"):
+        wanted = generate(model, cache_implementation="static")
+        model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sparing").eval()
+    for _ in range(2):
+        assert torch.equal(generate(loaded, cache_implementation="static"), wanted)

@@ -198,3 +198,18 @@ def test_prompts_without_an_index_are_not_warned_of():
     model = build("llama").bfloat16()
     with sparing.approximate(model, SMALL), torch.no_grad():
         model(**prompt())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_tokens_beyond_learned_positions_are_refused(kind):
+    model, ids = build("gpt2", n_positions=52), tokens(60)
+    with sparing.approximate(model, SMALL):
+        cache = new_cache(model, kind)
+        feed(model, ids[:, :50], cache)
+        told = r"transformer\.wpe: position 52, but the model has 52 learned positions; shorten the text, or call sparing\.ext"
+        with pytest.raises(ValueError, match=told):
+            feed(model, ids[:, 50:53], cache)
+        assert cache.get_seq_length() == 50
+        feed(model, ids[:, 50:52], cache)
+    with pytest.raises(IndexError):
+        feed(model, ids, new_cache(model, kind))

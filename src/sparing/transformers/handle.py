@@ -15,6 +15,7 @@ from sparing.transformers.arguments import Layers, What, read_arguments
 from sparing.transformers.cache import prepare_cache
 from sparing.transformers.config_recipe import recipe_of, write_recipe
 from sparing.transformers.find import AttentionLayer, find
+from sparing.transformers.positions import check_learned_positions
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.runtime.adapters import set_class
 from sparing.transformers.runtime.by_name import state_by_name
@@ -190,6 +191,8 @@ def approximate(
         states = _states(places)
         for index, settings in wanted.items():
             _apply(places[index], states[index], settings, handle._undo)
+        if any(settings.decodes and places[index].causal for index, settings in wanted.items()):
+            handle._undo.append(check_learned_positions(model))
         write_recipe(model, places)
     except BaseException:
         handle.restore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,31 @@ def extend_positions(model: Any, length: int) -> Any:
     for apply in _changes(model, tables, length):
         apply()
     return model
+
+
+def check_learned_positions(model: nn.Module) -> Callable[[], None]:
+    """Let tables of learned positions raise an error that names them, where torch's says no more than "out of range".
+
+    Returns a function that removes the checks.
+    """
+    parts = [(name, part) for name, part in _position_parts(model) if type(part) is nn.Embedding]
+    hooks = [part.register_forward_pre_hook(partial(_check_rows, name)) for name, part in parts]
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
+
+
+def _check_rows(name: str, table: Any, args: tuple[Any, ...]) -> None:
+    if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor) or not args[0].numel():
+        return
+    if args[0].device.type == "cpu" and (last := int(args[0].max())) >= table.num_embeddings:
+        raise ValueError(
+            f"{name}: position {last}, but the model has {table.num_embeddings} learned positions; shorten the text, "
+            "or call sparing.extend_positions(model, length)"
+        )
 
 
 def _position_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
