@@ -18,7 +18,7 @@ from sparing.transformers.runtime.by_name import state_by_name
 from sparing.transformers.runtime.call import ModelCall
 from sparing.transformers.runtime.decode import decode
 from sparing.transformers.runtime.exact import exact
-from sparing.transformers.runtime.masks import cut_mask, mask_function, read_mask
+from sparing.transformers.runtime.masks import cut_mask, hides_rest, mask_function, read_mask
 from sparing.transformers.runtime.prefill import prefill
 from sparing.transformers.runtime.projection import projection, read_projection
 from sparing.transformers.state import CHOSEN, NAME, state_of
@@ -56,8 +56,8 @@ def attention_function(
     cached_key, n_q, filled = key, query.shape[2], key.shape[2]
     if layer is not None:
         filled = layer.filled
-    elif looks_back and 1 < n_q < filled and not stays_exact and (attention_mask is None or attention_mask.ndim == 2):
-        filled = n_q  # a prompt in a static cache that sparing does not follow
+    elif looks_back and 1 < n_q < filled and not stays_exact and hides_rest(attention_mask, written_out=known is None):
+        filled = n_q  # a prompt in a static cache that sparing does not follow, or not yet
     if filled < key.shape[2]:
         key, value, attention_mask = key[:, :, :filled], value[:, :, :filled], cut_mask(attention_mask, filled)
         position_bias = None if position_bias is None else position_bias[..., :filled]

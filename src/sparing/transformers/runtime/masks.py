@@ -102,6 +102,16 @@ def read_mask(mask: Tensor | None, n_q: int, n_k: int, *, looks_back: bool, simp
     return ModelMask(mask, written_out, looks_back and n_q > 1 and not written_out, n_q, n_k)
 
 
+def hides_rest(mask: Tensor | None, *, written_out: bool) -> bool:
+    """Return whether the mask of n_q causal queries hides all keys after the first n_q: a prompt in a static cache.
+
+    written_out: look into masks [., ., n_q, n_k] too, which older versions of transformers make for such prompts.
+    """
+    if mask is None or mask.ndim == 2:
+        return True
+    return written_out and not torch.compiler.is_compiling() and bool(_hidden(mask[..., mask.shape[-2] :]).all())
+
+
 def cut_mask(mask: Tensor | None, filled: int) -> Tensor | None:
     """Return a mask without the empty positions at the end of a static cache; None if it hides nothing else."""
     if mask is None or mask.ndim == 2:  # of the queries' own length
