@@ -95,7 +95,7 @@ class CheckHeaders(Command):
     ]
     instruction_sets = (
         [],
-        ["-DSPARING_FOR_AVX2", "-mavx2", "-mfma"],
+        ["-DSPARING_FOR_AVX2", "-mavx2", "-mfma", "-mf16c"],
         ["-DSPARING_FOR_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
     )
 

@@ -45,6 +45,7 @@ class Supports:
     stochastic: bool = False  #: the result depends on `seed`
     position_based: bool = False  #: the order of the tokens matters, beyond `is_causal`
     decode: bool = False  #: `sparing.Index`: new queries continue a cache
+    decode_16bit: bool = False  #: that reads caches of bfloat16 and float16 without converting them
     adopt: bool = False  #: `sparing.Index.adopt`: of a cache that was filled before, keys and values are enough
     training_free: bool = False  #: meant for weights that were trained with softmax attention
 

@@ -119,7 +119,8 @@ class Index:
             fresh, spoiled, done = self._fresh(keep, query.shape[2]), None, None
             covered = self.method.covers(key.shape[2])
             if self._past is not None and not self._odd and not covered:
-                q, k, v = (query, key, value) if query.dtype in _WIDE else map(_wide, (query, key, value))
+                as_is = query.dtype in _WIDE or self.method.supports.decode_16bit
+                q, k, v = (query, key, value) if as_is else map(_wide, (query, key, value))
                 done = self._past.step(q, k, v, fresh, self.length, clean=False)
             if done is None:
                 q, k, v, spoiled = self._clean(query, key, value, keep)

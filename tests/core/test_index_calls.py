@@ -448,5 +448,7 @@ def test_what_cannot_be_adopted_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="key has 10 positions, and the index knows 10; there is nothing new"):
         index.adopt(k, k, heads=4)
     if not sparing.method("multipole").supports.adopt:
-        with pytest.raises(sparing.Unsupported, match=r"multipole learns from the queries.*alone: top_keys, window"):
+        with pytest.raises(
+            sparing.Unsupported, match=r"multipole learns from the queries.*alone: sketch, top_keys, window"
+        ):
             sparing.Index("multipole").adopt(k, k, heads=4)

@@ -13,6 +13,8 @@ BUDGETS = (
     "kernel(kind=poly)",
     "kernel(kind=gaussian)",
     "kernelized",
+    "sketch(tolerance=0.1)",
+    "sketch(tolerance=0.01)",
     "window(size=64)",
     "window(size=256)",
     "window(size=256, sinks=1)",

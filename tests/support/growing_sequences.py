@@ -19,6 +19,8 @@ SPECS = [
     "multipole(clusters=70, keys=12, window=10, sinks=20, chunk=64)",  # more clusters than keys; sinks beyond a block
     "multipole(clusters=0.1, keys=0, window=0, sinks=0, chunk=32, steps=0)",
     "multipole(clusters=3, keys=5, window=4, sinks=1, chunk=8, select=mass, order=1, cap=0.1)",  # blocks of two keys
+    "sketch(tolerance=0.05, sinks=2, block=16)",
+    "sketch(tolerance=1.0, sinks=20, block=32)",  # sinks beyond a block
     "window(size=32, sinks=2)",
     "window(size=16, global_tokens=40, sinks=3)",
     "window(size=0)",

@@ -54,6 +54,9 @@ _FIXED_PLAN = (
     "clusters, expansions and the mean query are constants of the gradient; test_multipole.py holds them fixed"
 )
 
+_OTHER_BLOCKS = "parts of the keys have other blocks, and so other copies, than the whole; tolerance=0 reads all keys"
+_COPIES_FOR_KEYS = "copies count as the keys themselves in the gradient; test_sketch.py has its formula"
+
 _LOST_DISTANCES = "|q - k|^2 of the specification rounds small keys away; the paths without |q|^2 keep them"
 
 ROWS = [
@@ -124,6 +127,14 @@ ROWS = [
         skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
     ),
     Row("multipole(keys=200)", skip={"seed": "all keys are exact, and nothing random is left"}),
+    Row(
+        "sketch(tolerance=0.043, sinks=1, block=16)",  # 1 / tolerance is no whole number: equal weights would tie with it
+        budgets=tuple(f"sketch(tolerance={t}, sinks=0, block=16)" for t in (0.5, 0.05, 0.005)),
+        beats_mean=True,
+        skip={"lse merge": _OTHER_BLOCKS, "gradient": _COPIES_FOR_KEYS},
+    ),
+    Row("sketch(tolerance=1.0, sinks=0, block=32)", skip={"lse merge": _OTHER_BLOCKS, "gradient": _COPIES_FOR_KEYS}),
+    Row("sketch(tolerance=0.0)"),
     Row(
         "skyformer(landmarks=6)",
         budgets=("skyformer(landmarks=8)", "skyformer(landmarks=32)", "skyformer(landmarks=127)"),

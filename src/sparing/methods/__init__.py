@@ -12,6 +12,7 @@ from sparing.methods.monte_carlo import MonteCarlo
 from sparing.methods.multipole import Multipole
 from sparing.methods.nystrom import Nystrom
 from sparing.methods.random_features import RandomFeatures
+from sparing.methods.sketch import Sketch
 from sparing.methods.skyformer import Skyformer
 from sparing.methods.window import Window
 from sparing.methods.yoso import Yoso
@@ -25,6 +26,7 @@ __all__ = [
     "Multipole",
     "Nystrom",
     "RandomFeatures",
+    "Sketch",
     "Skyformer",
     "Window",
     "Yoso",

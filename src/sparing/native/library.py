@@ -111,12 +111,14 @@ def why_not(tensor: Tensor) -> str:
     return _reason or "sparing.native.switched_off() is in force"
 
 
-def ready(tensor: Tensor) -> bool:
+def ready(tensor: Tensor, *, half: bool = False) -> bool:
     """Return whether kernels are loaded that can work on this tensor: CPU, float32 or float64.
 
-    Not in forward-mode differentiation, in which an op without a rule of its own loses the tangent silently.
+    half: whether the kernel takes bfloat16 and float16 as well. Not in forward-mode differentiation, in which an op
+    without a rule of its own loses the tangent silently.
     """
-    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64) or _forward_mode():
+    known = tensor.dtype in (torch.float32, torch.float64) or (half and tensor.dtype in (torch.bfloat16, torch.float16))
+    if tensor.device.type != "cpu" or not known or _forward_mode():
         return False
     _check_once()
     _tell_once()

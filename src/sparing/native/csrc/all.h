@@ -16,6 +16,7 @@
 #include "multipole/step.h"
 #include "nystrom/inverse.h"
 #include "segments/segments.h"
+#include "sketch/sketch.h"
 #include "top_keys/top_keys.h"
 #include "window/window.h"
 #include "yoso/yoso.h"
@@ -43,6 +44,15 @@ constexpr KernelsOf<T> kernels_of() {
   };
 }
 
-inline constexpr Kernels table{SPARING_NAME, kmeans_kernels(), kernels_of<float>(), kernels_of<double>()};
+inline constexpr Kernels table{
+    SPARING_NAME,
+    kmeans_kernels(),
+    kernels_of<float>(),
+    kernels_of<double>(),
+    sketch_kernels<float>(),
+    sketch_kernels<double>(),
+    sketch_kernels<BFloat16>(),
+    sketch_kernels<Float16>(),
+};
 
 }  // namespace sparing::SPARING_ISA

@@ -9,6 +9,7 @@
 #include "multipole/call.h"
 #include "nystrom/call.h"
 #include "segments/call.h"
+#include "sketch/call.h"
 #include "top_keys/call.h"
 #include "window/call.h"
 #include "yoso/call.h"
@@ -39,6 +40,10 @@ struct Kernels {
   KMeansKernels kmeans;
   KernelsOf<float> f32;
   KernelsOf<double> f64;
+  SketchKernels<float> sketch_f32;
+  SketchKernels<double> sketch_f64;
+  SketchKernels<BFloat16> sketch_bf16;
+  SketchKernels<Float16> sketch_f16;
 
   template <class T>
   const KernelsOf<T>& of() const {
@@ -46,6 +51,18 @@ struct Kernels {
       return f32;
     else
       return f64;
+  }
+
+  template <class E>
+  const SketchKernels<E>& sketch_of() const {
+    if constexpr (__is_same(E, BFloat16))
+      return sketch_bf16;
+    else if constexpr (__is_same(E, Float16))
+      return sketch_f16;
+    else if constexpr (sizeof(E) == 4)
+      return sketch_f32;
+    else
+      return sketch_f64;
   }
 };
 

@@ -17,6 +17,7 @@ from sparing.transformers.state import LayerSettings, LayerState
 
 #: Types of caches that an index follows. Others would be converted at each step.
 INDEXED = (torch.float32, torch.float64)
+INDEXED_16BIT = (*INDEXED, torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
@@ -62,6 +63,6 @@ def obstacle(call: ModelCall) -> Reason | None:
         return reasons.GRADIENT
     if not q.dtype == k.dtype == v.dtype:
         return reasons.MIXED_TYPES
-    if k.dtype not in INDEXED:
+    if k.dtype not in (INDEXED_16BIT if settings.method.supports.decode_16bit else INDEXED):
         return reasons.dtype(k.dtype)
     return reasons.DROPOUT if call.dropout else None

@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "common/half.h"
 #include "common/tokens.h"
 
 namespace sparing {
@@ -47,6 +48,18 @@ template <>
 constexpr ScalarType type_of<bool>() {
   return ScalarType::Bool;
 }
+template <>
+constexpr ScalarType type_of<uint8_t>() {
+  return ScalarType::Byte;
+}
+template <>
+constexpr ScalarType type_of<BFloat16>() {
+  return ScalarType::BFloat16;
+}
+template <>
+constexpr ScalarType type_of<Float16>() {
+  return ScalarType::Half;
+}
 
 inline void check_sizes(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
   bool fits = tensor.dim() == int64_t(sizes.size());
@@ -63,7 +76,7 @@ Tokens<const T> tokens(const char* name, const Tensor& tensor, int64_t items, in
   STD_TORCH_CHECK(tensor.scalar_type() == type_of<T>(), name, " has another dtype than the first argument");
   check_sizes(name, tensor, {items, heads, count, width});
   STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have contiguous entries in the last axis");
-  return {tensor.const_data_ptr<T>(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
 // A contiguous tensor of these sizes.
