@@ -272,5 +272,5 @@ def test_a_method_that_cannot_do_the_task_is_refused_before_the_first_step():
         Training(config(method="skyformer"))
     with pytest.raises(ValueError, match="batch_size=100000 is more than"):
         Training(config(batch_size=100000))
-    with pytest.raises(ValueError, match="listops makes its own examples"):
+    with pytest.raises(ValueError, match="listops generates its examples"):
         Training(config("listops", data=__file__))
