@@ -81,7 +81,7 @@ def breaches(names: Iterable[str], known: dict[str, ast.Module]) -> list[str]:
                 if each not in order:
                     found.append(f"{package}.{each} has no place in the order of rooms")
             if own in order and other in order and order.index(other) > order.index(own):
-                found.append(f"{name} imports {target}, which stands above it")
+                found.append(f"{name} imports {target}, which stands below it on the map")
     return found
 
 
@@ -92,12 +92,12 @@ def test_imports_point_one_way(trees):
 @pytest.mark.parametrize(
     ("file", "line", "found"),
     [
-        ("sparing/maths/dense.py", "from sparing.methods.exact import Exact", "stands above it"),
-        ("sparing/native/library.py", "from sparing.draws import Draws", "stands above it"),
+        ("sparing/maths/dense.py", "from sparing.methods.exact import Exact", "stands below it on the map"),
+        ("sparing/native/library.py", "from sparing.draws import Draws", "stands below it on the map"),
         ("sparing/workbench/timing.py", "from sparing_lab.tasks import glue", "does not know the laboratory"),
         ("sparing/index.py", "def _f():\n    from sparing.contract import Method", "inside a function"),
         ("sparing/novel.py", "from sparing.spec import parse", "has no place in the order"),
-        ("sparing_lab/tasks/glue.py", "from sparing_lab.training import loop", "stands above it"),
+        ("sparing_lab/tasks/glue.py", "from sparing_lab.training import loop", "stands below it on the map"),
     ],
 )
 def test_a_planted_import_is_found(trees, file, line, found):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import sparing
+from sparing.workbench.retrieval.measure import answer_questions, survival
+from sparing.workbench.retrieval.tasks import make_context
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +41,30 @@ def test_sinks_help_and_full_budgets_are_exact_with_the_weights_of_smollm2(smoll
     text = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     with sparing.approximate(model, "window(size=160)"):  # wider than the prompt: exact, through our own path
         assert torch.equal(model.generate(**prompt, max_new_tokens=8, do_sample=False), text)
+
+
+def test_a_context_beyond_the_positions_of_a_model_is_refused(smollm2, monkeypatch):
+    model, tokenizer = smollm2.model, smollm2.tokenizer
+    context = make_context("needle", "repeated", 300, 0, lambda text: len(tokenizer(text)["input_ids"]))
+    monkeypatch.setattr(model.config, "max_position_embeddings", 290)
+    with pytest.raises(ValueError, match=r"context: \d+ tokens and questions of up to \d+ exceed the 290 positions"):
+        answer_questions(model, tokenizer, context)
+
+
+def test_sketch_keeps_the_facts_that_a_window_loses(smollm2):
+    """Two contexts of 400 tokens with eight similar facts each."""
+    model, tokenizer = smollm2.model, smollm2.tokenizer
+
+    def count(text):
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    contexts = [make_context("keys", "prose", 400, seed, count) for seed in range(2)]
+    exact = [answer_questions(model, tokenizer, each) for each in contexts]
+    assert sum(map(sum, exact)) >= 8, "the model solves at least half of them"
+    for when in ("decode", "always"):
+        found = [answer_questions(model, tokenizer, each, "sketch(block=64)", when=when) for each in contexts]
+        assert survival(list(zip(exact, found, strict=True))).share >= 0.9
+    lost = [answer_questions(model, tokenizer, each, "window(size=64, sinks=4)", when="decode") for each in contexts]
+    assert survival(list(zip(exact, lost, strict=True))).share <= 0.4, "the control"
+    again = [answer_questions(model, tokenizer, each) for each in contexts]
+    assert again == exact, "and the model is as before"
