@@ -15,6 +15,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             "multipole(clusters=16, keys=200, window=0, sinks=4, cap=8, steps=6, tolerance=0.02)",
             "multipole(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
             "multipole(clusters=48, keys=600, window=0, sinks=4, cap=8, steps=6, tolerance=0.0008)",
+            *(f"sketch(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"lsh(rounds=4, chunk={size})" for size in (32, 64)),
         ]
@@ -26,6 +27,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             f"multipole(clusters={max(length // 16, 1)}, keys={max(length // 16, 1)}, window=16)",
             f"multipole(clusters={some}, keys={max(length * 3 // 20, 1)}, window=16)",
             f"multipole(clusters={some}, keys={max(length * 5 // 16, 1)}, window=16)",
+            *(f"sketch(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"monte_carlo(alpha={alpha}, estimator=mean)" for alpha in (0.1, 0.2, 0.4)),
         ]
