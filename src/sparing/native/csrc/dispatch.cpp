@@ -10,7 +10,7 @@ namespace {
 bool has_avx2() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");  // asks the operating system too
+         __builtin_cpu_supports("f16c");  // also checks operating system support
 #else
   return false;
 #endif
@@ -47,7 +47,8 @@ const Kernels& kernels() {
 
 }  // namespace sparing
 
-// For Python, through ctypes: the version of sparing that this was built for, whose schemas its ops follow.
+// Called from Python through ctypes. Returns the version of sparing that this library was built for; its ops follow the
+// schemas of that version.
 extern "C" __attribute__((visibility("default"))) const char* sparing_version() { return SPARING_VERSION; }
 
 // Get and set the instruction set in use; setting one that the machine lacks returns 0.

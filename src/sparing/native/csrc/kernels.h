@@ -1,4 +1,5 @@
-// The tables of kernels by which ops call them. Plain data only: this header is compiled for every instruction set.
+// Tables of function pointers through which the ops call the kernels. Plain data only: this header is compiled for
+// every instruction set.
 #pragma once
 
 #include "attend/call.h"
@@ -66,7 +67,7 @@ struct Kernels {
   }
 };
 
-// May be used only if the machine has the instructions; null if they were not compiled.
+// Each returns null if its instruction set was not compiled. The kernels may be called only on a machine that has it.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

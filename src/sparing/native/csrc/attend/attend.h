@@ -1,5 +1,5 @@
-// Exact softmax attention over all valid keys (attend in Python). Few keys are put into the lanes
-// (few_keys.h); otherwise the queries are, and the keys are read in tiles.
+// Exact softmax attention over all valid keys (attend in Python). If the keys are few or have a bias, the lanes hold
+// keys (few_keys.h); otherwise they hold queries, and the keys are read in tiles.
 #pragma once
 
 #include "attend/call.h"

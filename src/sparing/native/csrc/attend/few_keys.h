@@ -1,4 +1,4 @@
-// Attention over few keys: the keys are in the lanes. They are transposed once for many queries, whose rows, like
+// Attention over few keys: the lanes hold keys. They are transposed once for many queries, whose rows, like
 // those of the output, are then used as they are in memory.
 #pragma once
 
@@ -22,7 +22,7 @@ struct FewKeys {
   T* value_panels;                     // [count][wide]
   T* bias;                             // [columns], -inf beyond the keys
   T* scores;                           // [rows][columns]
-  T* sums;                             // [rows][wide], or deep where that is more, then their rests
+  T* sums;                             // [rows][the larger of wide and deep], then their rests
   // backward
   T* slopes;        // [rows][columns]
   T* value_turned;  // [width][columns]
@@ -32,7 +32,8 @@ struct FewKeys {
   T* key_grads;     // [count][deep], then their rests
   T* value_grads;   // [count][wide], then their rests
 
-  // Sets the sizes for at most call.keys keys and all parts to places in `memory`; returns how many entries they take.
+  // Sets the sizes for at most call.keys keys, points all parts into `memory`, unless it is null, and returns how many
+  // entries they take.
   int64_t lay_out(const Attend<T>& call, T* memory, bool backward) {
     columns = padded<T>(call.keys), deep = padded<T>(call.depth), wide = padded<T>(call.width);
     rows = kScores / columns;

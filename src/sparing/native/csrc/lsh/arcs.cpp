@@ -5,7 +5,7 @@
 namespace sparing {
 namespace {
 
-// starts[b] = tokens in buckets below b, for b = 0 ... buckets; `valid` tokens only.
+// starts[b] = number of valid tokens in buckets below b, for b = 0 ... buckets.
 void count_buckets(const int32_t* in, const uint8_t* valid, int64_t tokens, int64_t buckets, int32_t* starts) {
   std::fill(starts, starts + buckets + 1, 0);
   for (int64_t i = 0; i < tokens; ++i)
@@ -21,7 +21,8 @@ void sort_tokens(const int32_t* in, const uint8_t* valid, int64_t tokens, int64_
   for (int64_t i = 0; i < tokens; ++i) order[valid && !valid[i] ? last++ : next[in[i]]++] = int32_t(i);
 }
 
-// The arc of a query of bucket b: `own` keys of smaller buckets, or of the same bucket and a smaller position.
+// Sets the arc of a query in bucket b. `own` is the query's place among the keys: how many are in smaller buckets, or
+// in the same bucket at a smaller position.
 void around_bucket(const BucketsOfHead& head, const int32_t* starts, int64_t b, int64_t own, int32_t* from,
                    int32_t* length) {
   const int64_t chunk = head.chunk, step = std::max<int64_t>(chunk / 2, 1);
@@ -34,7 +35,7 @@ void around_bucket(const BucketsOfHead& head, const int32_t* starts, int64_t b, 
   *length = int32_t(std::min(head.count, 2 * chunk));
 }
 
-// The arc of a query of bucket b, of which `passed` keys are at its position or before.
+// Sets the arc of a query in bucket b; `passed` keys of the bucket are at the query's position or before.
 void behind_position(const BucketsOfHead& head, const int32_t* starts, int64_t b, int64_t passed, int32_t* from,
                      int32_t* length) {
   const int64_t chunk = std::max<int64_t>(passed - 1, 0) / head.chunk;
@@ -43,7 +44,7 @@ void behind_position(const BucketsOfHead& head, const int32_t* starts, int64_t b
   *length = int32_t(passed - skipped);
 }
 
-// The arc of the query of this rank. Chunk 0 sees the last chunk too: places before the first.
+// Sets the arc of the query of this rank. Chunk 0 also sees the last chunk, at negative places.
 void around_rank(const BucketsOfHead& head, int64_t rank, int32_t* from, int32_t* length) {
   const int64_t last = std::max<int64_t>(head.count - 1, 0) / head.chunk;
   const int64_t chunk = std::min(rank / head.chunk, last);

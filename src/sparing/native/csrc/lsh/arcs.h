@@ -7,11 +7,11 @@ namespace sparing {
 
 enum class Rule { bucket, causal, rank };
 
-// One head in one round.
+// The buckets of one head in one round.
 struct BucketsOfHead {
   const int32_t *in_q, *in_k;       // [queries], [keys]
   const uint8_t *keep, *influence;  // [keys], [queries]; null: all
-  int64_t queries, keys, count;     // valid keys
+  int64_t queries, keys, count;     // count: valid keys
   int64_t buckets;                  // larger than every bucket
   int64_t chunk;
 };

@@ -12,7 +12,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// Copies the gradients of the window's keys between the tensors and the window.
+// Copies the gradients of the window's keys: from the window to the tensors if `back`, otherwise the other way.
 template <class T, bool back>
 void move_grads(LshWindow<T>& window, const Lsh<T>& call, int64_t unit) {
   const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
@@ -33,8 +33,8 @@ void move_grads(LshWindow<T>& window, const Lsh<T>& call, int64_t unit) {
   }
 }
 
-// Gradients of a strip: with its weights p and g the gradient of the output, d value = p g, d score = p (g . value -
-// delta), and from that those of query and key.
+// Adds the gradients of a strip. With weights p and the gradient g of the output,
+// d value = p g and d score = p (g . value - delta); the gradients of query and key follow from d score.
 template <class T>
 void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call, int64_t unit, const T* delta) {
   const int64_t item = unit / call.heads, head = unit % call.heads;
@@ -67,7 +67,8 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
   clear(strip.query_grads + kStrip<T> * deep, kStrip<T> * deep);
   mix_to_lanes<T>(strip.slopes, window.keys + at * deep, strip.first, strip.last, strip.low, keys, call.tile, deep,
                   strip.query_grads, call.in_turn ? 0 : kStrip<T> * deep);
-  const int64_t rest = call.in_turn || call.tile == 1 ? 0 : call.window;  // where a window ends depends on later tokens
+  // Rests are dropped where a window ends, and in a causal call that depends on later tokens.
+  const int64_t rest = call.in_turn || call.tile == 1 ? 0 : call.window;
   mix_from_lanes<T>(strip.slopes, strip.query_rows, keys, deep, window.key_grads + at * deep, rest * deep);
   mix_from_lanes<T>(strip.scores, strip.grad_rows, keys, wide, window.value_grads + at * wide, rest * wide);
   for (int64_t r = 0; r < strip.count; ++r)

@@ -57,7 +57,8 @@ void absorb_strip(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& 
   }
 }
 
-// Divides the sums of a query by their total. A query that saw nothing sees its own key, if that is valid.
+// Divides the sums of a query by its total weight. If call.itself, a query that saw no key attends to its own, if that
+// is valid.
 template <class T>
 void finish_query(const Lsh<T>& call, int64_t unit, int64_t i) {
   const int64_t item = unit / call.heads, head = unit % call.heads, query = unit * call.queries + i;

@@ -16,7 +16,7 @@ struct LshWindow {
   int64_t fetched;             // the place up to which keys were prefetched
   int32_t *token, *place;      // [window], [rounds][window]: the key at a place, and its place in earlier rounds
   T *keys, *values;            // [window][padded depth or width]
-  T *key_grads, *value_grads;  // the same, then their rests, backward only
+  T *key_grads, *value_grads;  // same shapes, then their rests (see sums.h), backward only
 };
 
 // A strip of queries in one round.
@@ -25,7 +25,7 @@ struct LshStrip {
   int64_t count;                                                // queries
   int64_t low, high;                                            // places that some query sees
   const int32_t* query;                                         // [count]
-  int32_t first[kStrip<T> / kMixed], last[kStrip<T> / kMixed];  // the keys that some of kMixed neighbours see
+  int32_t first[kStrip<T> / kMixed], last[kStrip<T> / kMixed];  // keys that each kMixed queries see, from low
   Int<T>*from, *length;                     // [rounds][kStrip] arcs of the queries in this round and in earlier ones
   T *queries, *scores;                      // [depth][kStrip], [span][kStrip]
   T top[kStrip<T>];                         // the largest score
@@ -34,7 +34,7 @@ struct LshStrip {
   T *query_rows, *grad_rows, *query_grads;  // [kStrip][padded depth or width], the last with rests, backward only
 };
 
-// Sets the parts to places in `memory` and returns how many entries of T they take.
+// Points the parts into `memory`, unless it is null, and returns how many entries of T they take.
 template <class T>
 int64_t lay_out_lsh(LshWindow<T>* window, LshStrip<T>* strip, const Lsh<T>& call, T* memory, bool backward) {
   int64_t used = 0;
@@ -103,7 +103,7 @@ template <class T>
 int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round,
                       int64_t first, int64_t most) {
   const int64_t valid = call.counts[unit / call.heads];
-  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, also if arcs wrap around
+  const int64_t limit = valid < call.window ? valid : call.window;  // a key is copied once, even if arcs wrap around
   int64_t high;
   const int64_t count = fitting(call, arcs[round], first, most, limit, &window.low, &high);
   window.high = window.fetched = window.low;
@@ -111,7 +111,7 @@ int64_t gather_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs
   return count;
 }
 
-// Moves the window to the places from `low` to `high`, and keeps the copies that both have.
+// Moves the window to the places from `low` to `high`, and keeps the copies of keys that stay in it.
 template <class T>
 void slide_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t low,
                   int64_t high) {
@@ -129,7 +129,7 @@ void slide_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, in
   extend_window(window, call, arcs, unit, round, high);
 }
 
-// Fills a strip with the sorted queries from `first` on, at most `most`, that fit together.
+// Fills a strip with the sorted queries from `first` on, at most `most`, that together cover at most call.span places.
 template <class T>
 void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int64_t unit, int64_t round, int64_t first,
                   int64_t most) {

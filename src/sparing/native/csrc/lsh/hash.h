@@ -15,7 +15,7 @@ namespace sparing::SPARING_ISA {
 SPARING_INLINE Vec<int32_t> size_of(Vec<int32_t> x) { return larger<int32_t>(x, -x); }
 
 // out[i][lane] = rows[.][i] . columns[.][lane] for i < kDeep; raises `top` to the largest magnitudes of the first
-// `count`
+// `count` rows
 SPARING_INLINE void byte_tile(const int32_t* rows, int64_t count, int64_t words, const int32_t* columns,
                               Vec<int32_t>* top, int32_t* out) {
   constexpr int kLanes = lanes<int32_t>;
@@ -59,7 +59,7 @@ int64_t hash_words(const RotationHash<T>& call) {
 }
 
 template <class T>
-int64_t hash_tiles(const RotationHash<T>& call) {  // of kDeep rows; the last is padded
+int64_t hash_tiles(const RotationHash<T>& call) {  // tiles of kDeep rows; the last is padded
   return (call.rows + kDeep - 1) / kDeep;
 }
 
@@ -136,7 +136,7 @@ int64_t hash_scratch(const RotationHash<T>& call) {
   return words * kHashBlock + (1 + int64_t(sizeof(T) / sizeof(int32_t))) * rows * kHashed + 2 * rows;
 }
 
-// Rows that could be the largest for some lane, and the lanes for which they could.
+// Rows whose product could be the largest in some lane, and the lanes in which it could.
 struct CandidateRows {
   int32_t* row;
   uint32_t* of_lanes;
@@ -155,7 +155,7 @@ SPARING_INLINE void find_candidates(const int32_t* products, int64_t rows, const
     for (int j = 0; j < kWide; ++j)
       reach |= held<float>(size_of(load<int32_t>(products + i * kHashed + j * kLanes)) >= limit[j]) << (j * kLanes);
     *row = int32_t(i), *of_lanes = reach;
-    row += reach != 0, of_lanes += reach != 0;  // without a branch, which could not be predicted
+    row += reach != 0, of_lanes += reach != 0;  // no branch: it would often be mispredicted
   }
   found.count = row - found.row;
 }
@@ -194,7 +194,7 @@ SPARING_INLINE void find_buckets(const RotationHash<T>& call, int64_t head, int6
     store<T>(apart + r, top - next);
     store<Int<T>>(best + r, at);
   }
-  // The largest error of two sums in float32, of which each term was rounded before.
+  // For a token of unit length: bounds the error of the difference of two float32 sums whose terms were rounded before.
   const double unsure = 3.0 * double(call.depth + 2) * 6e-8 * call.bounds[head * call.rounds + round].norm;
   for (int64_t r = 0; r < count; ++r) {
     out[r] = found.row[best[r]] + (products[best[r] * kHashed + r] > T(0) ? int32_t(rows) : 0);
@@ -209,8 +209,9 @@ SPARING_INLINE void find_buckets(const RotationHash<T>& call, int64_t head, int6
   }
 }
 
-// The least product of rounded numbers that could belong to the largest row; `top` is the largest product. |x.r -
-// x'.r'| <= |x - x'| |r| + |x'| |r - r'|, and both products may be off by that.
+// Finds, for each token, the smallest rounded product that the row of its largest exact product could have; `top` is
+// the largest rounded product. |x.r - x'.r'| <= |x - x'| |r| + |x'| |r - r'|, and both products may be off by that.
+// Tokens that cannot be rounded get 0, which every row reaches.
 SPARING_INLINE void find_least(const Vec<int32_t>* top, const RotationBounds& bounds, const RoundedToken* known,
                                int64_t count, int32_t* least) {
   for (int j = 0; j < kWide; ++j) store<int32_t>(least + j * lanes<int32_t>, top[j]);
@@ -253,7 +254,7 @@ void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scra
       const int32_t* rotated = call.rounded + (head * call.rounds + round) * rounded_size(call);
       for (int64_t first = 0; first < count; first += kHashed) {
         const int64_t some = count - first < kHashed ? count - first : kHashed;
-        if (!rows) {  // everything is one bucket
+        if (!rows) {  // all tokens are in one bucket
           for (int64_t r = 0; r < some; ++r) out[first + r] = 0;
           continue;
         }

@@ -7,7 +7,7 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-constexpr int64_t kBlock = 512;  // queries of a task, at least
+constexpr int64_t kBlock = 512;  // least number of queries per task
 
 Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
   return with_type("x", x, [&]<class T>() {
@@ -51,11 +51,11 @@ struct Described {
   const uint8_t* influence = nullptr;
   std::vector<int64_t> counts;
 
-  int64_t arc_entries() const {  // of the arcs of one head in one round, in int32
+  int64_t arc_entries() const {  // int32 entries for the arcs of one head in one round
     return 2 * call.keys + 3 * call.queries;
   }
 
-  int64_t arc_memory() const {  // of the arcs of one head, and of what finding them takes
+  int64_t arc_memory() const {  // int32 entries for the arcs of one head in all rounds, and for finding them
     return call.rounds * arc_entries() + arc_scratch(buckets);
   }
 
@@ -70,7 +70,7 @@ struct Described {
     find_arcs(rule, head, arcs, scratch);
   }
 
-  // Room for the arcs of one head in all rounds.
+  // Returns the arcs of one head in all rounds, which point into `memory` and are not yet set.
   std::vector<Arcs> lay_out(int32_t* memory) const {
     std::vector<Arcs> arcs;
     for (int64_t round = 0; round < call.rounds; ++round, memory += arc_entries()) {
@@ -125,13 +125,13 @@ void describe(Described<T>& all, const Tensor& q, const Tensor& k, const Tensor&
     all.counts.push_back(valid);
   }
   call.counts = all.counts.data();
-  all.chunk = chunk < call.keys ? chunk : (call.keys ? call.keys : 1);  // a longer one changes nothing
+  all.chunk = chunk < call.keys ? chunk : (call.keys ? call.keys : 1);  // a longer chunk changes nothing
   const auto at_most_all = [&](int64_t places) { return places < call.keys ? places : call.keys; };
   call.span = at_most_all(3 * all.chunk);
   call.window = at_most_all(2 * all.chunk + (all.chunk > 512 ? all.chunk : 512));
   // In a causal call, places depend on later tokens, and so would the ends of tiles. Terms are therefore added one by
-  // one: plainly, which is precise enough for a few hundred, or with compensation. Equal terms, as of keys that are
-  // counted in every round, err in the same direction, so fewer of them may be added plainly.
+  // one: plainly, which is precise enough for a few hundred, or with compensation. Equal terms, such as those of keys
+  // that count in every round, err in the same direction, so fewer of them may be added plainly.
   const bool few = once ? all.chunk <= 256 : call.rounds * at_most_all(2 * all.chunk) <= 384;
   call.in_turn = all.rule == Rule::causal && few;
   call.tile = all.rule == Rule::causal && !call.in_turn ? 1 : 48;
@@ -148,7 +148,7 @@ void count_hits(const Lsh<T>& call, const std::vector<Arcs>& arcs, int64_t* hits
   }
 }
 
-// Heads in parallel, each with all its rounds.
+// Computes the heads in parallel, each with all its rounds.
 template <class T>
 void attend_by_head(const Described<T>& all, int64_t* hits) {
   const Lsh<T>& call = all.call;
@@ -164,7 +164,8 @@ void attend_by_head(const Described<T>& all, int64_t* hits) {
   });
 }
 
-// One head after the other, the queries of a round in parallel: for fewer heads than threads.
+// Computes one head after the other, with the queries of a round in parallel: for calls whose heads would leave threads
+// idle.
 template <class T>
 void attend_by_block(const Described<T>& all, int64_t* hits) {
   const Lsh<T>& call = all.call;
@@ -194,7 +195,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, T
     const auto [out, lse, top, total] = make_outputs(call);
     Tensor hits = fresh({call.items, call.heads, call.queries}, ScalarType::Long);
     const int64_t units = call.items * call.heads, threads = torch::stable::get_num_threads();
-    if (units % threads == 0 || units >= 4 * threads)  // busy to the end, or nearly
+    if (units % threads == 0 || units >= 4 * threads)  // threads stay busy to the end, or nearly
       attend_by_head(all, hits.mutable_data_ptr<int64_t>());
     else
       attend_by_block(all, hits.mutable_data_ptr<int64_t>());

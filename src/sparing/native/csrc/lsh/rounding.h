@@ -1,6 +1,6 @@
 // Rotations and tokens in 8-bit integers, for the hash.
 //
-// A segment of up to 64 entries has two parts, and each word holds two entries of either. Entries of rows are signed.
+// A segment of up to 64 entries has two parts, and each word holds two entries of each. Entries of rows are signed.
 // Those of tokens are stored with kOffset added, because the multiplication instruction takes one factor unsigned; the
 // sums of a row start at the value that cancels the offset. A part is summed in 16 bits. Intermediate sums may
 // overflow, but the final sum does not, because the norms of both factors are bounded.
@@ -20,7 +20,8 @@ inline constexpr int kSegment = 16;  // words
 inline constexpr int kOffset = 64;
 inline constexpr double kLargestInRow = 127.0, kLargestInToken = 63.0, kLargestSum = 32767.0;
 
-// Products of four 8-bit numbers in each lane, added within each half of the lane. Those of `a` must be from 0 to 127.
+// Returns the products of four 8-bit numbers in each lane, added within each half of the lane. The numbers of `a` must
+// be from 0 to 127.
 SPARING_INLINE Vec<uint16_t> byte_products(Vec<int32_t> a, Vec<int32_t> b) {
 #if defined(SPARING_AVX512)
   return reinterpret_cast<Vec<uint16_t>>(
@@ -34,7 +35,7 @@ SPARING_INLINE Vec<uint16_t> byte_products(Vec<int32_t> a, Vec<int32_t> b) {
 #endif
 }
 
-// The sum of the two halves of each lane.
+// Returns the sum of the two halves of each lane.
 SPARING_INLINE Vec<int32_t> halves_added(Vec<uint16_t> halves) {
 #if defined(SPARING_AVX512)
   return reinterpret_cast<Vec<int32_t>>(_mm512_madd_epi16(reinterpret_cast<__m512i>(halves), _mm512_set1_epi16(1)));
@@ -57,8 +58,8 @@ struct HashSegment {
   }
 };
 
-// Writes a row, scaled and rounded, to every kDeep-th word from `to` on, which are zero: each segment after the word at
-// which its sums start. Raises the bounds, which are squares here, where this row exceeds them.
+// Writes a row, scaled and rounded, to every kDeep-th word from `to` on, which must be zero. Each segment follows
+// the word that its sums start from. Raises the bounds, which are squares here, where this row exceeds them.
 SPARING_INLINE void round_row(const double* row, int64_t depth, double scale, RotationBounds& bounds, int32_t* to) {
   double square = 0.0, error = 0.0;
   for (int64_t word = 0; 4 * word < depth; word += kSegment, to += (1 + kSegment) * kDeep) {
@@ -84,12 +85,12 @@ SPARING_INLINE void round_row(const double* row, int64_t depth, double scale, Ro
 // What is known about a rounded token; the norms are upper bounds.
 struct RoundedToken {
   double length;       // norm of the token
-  double norm, error;  // of the rounded token, and of what rounding has changed
+  double norm, error;  // norms of the rounded token and of its rounding error
   bool usual;          // neither too small nor too large to be rounded
 };
 
-// The factor by which token x is multiplied before it is rounded. Sets the fields of `known` that do not depend on the
-// rounding.
+// Returns the factor by which token x is multiplied before it is rounded. Sets the fields of `known` that do not depend
+// on the rounding.
 template <class T>
 SPARING_INLINE T token_scale(const T* x, int64_t depth, double part, RoundedToken& known) {
   Vec<T> tops{};
@@ -116,7 +117,7 @@ SPARING_INLINE T token_scale(const T* x, int64_t depth, double part, RoundedToke
   top = largest<T>(tops) > top ? largest<T>(tops) : top;
   known.usual = square > T(1e-30) && square < T(1e30);
   if (!known.usual) return T(0);
-  // Rounding adds at most half to each entry of a part.
+  // Rounding changes each entry of a part by at most 0.5.
   const double by_part = (0.999 * part - 0.5 * __builtin_sqrt(2.0 * kSegment)) / __builtin_sqrt(double(longest));
   const double by_entry = kLargestInToken / double(top), scale = by_part < by_entry ? by_part : by_entry;
   known.length = 1.001 * __builtin_sqrt(double(square));

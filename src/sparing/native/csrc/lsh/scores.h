@@ -61,7 +61,8 @@ Vec<T> mask_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>&
   return top;
 }
 
-// Scores of all keys, -inf where a query does not see the key, or saw it in an earlier round and keys count once.
+// Computes the scores of all keys: -inf where a query does not see the key or, if call.once, saw it in an earlier
+// round.
 template <class T>
 void strip_scores(LshStrip<T>& strip, const LshWindow<T>& window, const Lsh<T>& call, int64_t unit, int64_t round) {
   const int64_t deep = padded<T>(call.depth), valid = call.counts[unit / call.heads];

@@ -40,7 +40,7 @@ void strip_dots(const T* rows, int64_t stride, int64_t count, int64_t depth, con
 }
 
 // Calls visit(begin, end) for tiles of `tile` keys from place `low` on. They end at the same places for every strip, so
-// that strips with other neighbours sum in the same order.
+// that the order in which a query sums does not depend on the other queries of its strip.
 template <class Visit>
 SPARING_INLINE void in_places(int64_t low, int64_t count, int64_t tile, const Visit& visit) {
   for (int64_t begin = 0, end; begin < count; begin = end) {
@@ -51,8 +51,8 @@ SPARING_INLINE void in_places(int64_t low, int64_t count, int64_t tile, const Vi
 }
 
 // to[i] += sum_c weights[i * across + c * along] from[c] for i < M; all rows are padded to `stride` entries. With
-// `rest`, the terms are summed plainly and then added with compensation; without, they are added to `to` one by one,
-// and the result does not depend on the tiles.
+// `rest`, the terms are summed first, and their sum is added to `to` with compensation; without, they are added to `to`
+// one by one, and the result does not depend on the tiles.
 template <class T, int M>
 SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, const T* from, int64_t count,
                              int64_t stride, T* to, int64_t rest) {
@@ -76,8 +76,8 @@ SPARING_INLINE void mix_tile(const T* weights, int64_t across, int64_t along, co
   }
 }
 
-// to[lane] += sum_c weights[c][lane] from[c] for c < count, at the places from `low` on, in tiles; lanes from i on
-// are zero outside first[i / kMixed] to last[i / kMixed]
+// to[lane] += sum_c weights[c][lane] from[c] for c < count, at the places from `low` on, in tiles; the weights of
+// lane i are zero outside first[i / kMixed] to last[i / kMixed]
 template <class T>
 void mix_to_lanes(const T* weights, const T* from, const int32_t* first, const int32_t* last, int64_t low,
                   int64_t count, int64_t tile_size, int64_t stride, T* to, int64_t rest) {

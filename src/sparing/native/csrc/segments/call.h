@@ -7,14 +7,14 @@ namespace sparing {
 
 template <class T>
 struct Segments {
-  Tokens<const T> x;    // tokens forward, means' gradients backward
+  Tokens<const T> x;    // tokens in the forward pass, gradients of the means in the backward pass
   const uint8_t* keep;  // [items][tokens], 0 for padded tokens; null: all are valid
   int64_t items, heads, tokens, width, segments;
   T* out;  // [items][heads][segments][width] forward, [items][heads][tokens][width] backward
 };
 
 template <class T>
-struct SegmentKernels {  // the work on the heads of items from `begin` to `end`
+struct SegmentKernels {  // `begin` and `end` count the heads of all items
   int64_t (*scratch)(const Segments<T>&);
   void (*means)(const Segments<T>&, int64_t begin, int64_t end, T* scratch);
   void (*means_backward)(const Segments<T>&, int64_t begin, int64_t end);

@@ -6,7 +6,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// Calls visit(token, segment, size) for the tokens of an item in their order; segment -1 for a padded one. Segment i
+// Calls visit(token, segment, size) for the tokens of an item in order; segment -1 for padded tokens. Segment i
 // holds the ranks floor(i count / segments) to floor((i + 1) count / segments) - 1 among the valid tokens.
 template <class T, class Visit>
 SPARING_INLINE void segments_visit(const Segments<T>& call, int64_t item, const Visit& visit) {

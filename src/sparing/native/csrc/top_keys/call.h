@@ -4,7 +4,7 @@
 
 namespace sparing {
 
-// Softmax over the keys of largest score of each query.
+// Softmax attention of each query to the keys with its largest scores.
 template <class T>
 struct TopKeys {
   Tokens<const T> q, k, v;
@@ -14,8 +14,8 @@ struct TopKeys {
   bool causal;     // query i sees keys 0..i
   T scale;
   T* out;      // [items][heads][queries][width]
-  T* lse;      // [items][heads][queries], of the chosen keys
-  T* all_lse;  // the same, of all keys that the query sees; null: not wanted
+  T* lse;      // [items][heads][queries] log-sum-exp over the chosen keys
+  T* all_lse;  // same shape, over all keys that the query sees; null: not wanted
 };
 
 template <class T>

@@ -1,5 +1,5 @@
-// Attention to the keys of largest score (top_keys in Python), without a matrix of all scores: each query keeps a list
-// of candidates and the score that a key must exceed to become one.
+// Attention to the keys with the largest scores (top_keys in Python), without a matrix of all scores: each query keeps
+// a list of candidates and the score that a key must exceed to become one.
 #pragma once
 
 #include "common/rows.h"
@@ -14,7 +14,7 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct CausalMask {
   static constexpr bool masks = true;
-  const Int<T>* place;  // of the keys
+  const Int<T>* place;  // positions of the keys
   Int<T> first;         // position of the first lane
 
   SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const { return place[c] <= first + Int<T>(r) + iota<Int<T>>(); }
@@ -23,7 +23,7 @@ struct CausalMask {
 // The candidates of one query, in the order of their index: among equal scores the lower index wins.
 template <class T>
 struct Candidates {
-  T* scores;  // whole vectors, as `keys`
+  T* scores;  // padded to whole vectors, as is `keys`
   Int<T>* keys;
   int64_t count;
 
@@ -86,7 +86,7 @@ struct Candidates {
   }
 
   // Writes the softmax-weighted sum of the candidates' values and the log-sum-exp; zeros and -inf without candidates.
-  // sums: [2][width].
+  // `sums` is working memory, [2][width].
   void finish(const T* values, int64_t stride, int64_t width, T* sums, T* out, T* lse) {
     T top = kNever<T>;
     for (int64_t c = 0; c < count; ++c) top = scores[c] > top ? scores[c] : top;
@@ -105,8 +105,8 @@ struct Candidates {
   }
 };
 
-// Scores of `found` keys against a block: those above a query's limit become candidates. A full list is cut down to
-// the `wanted` best, whose smallest score is the new limit.
+// Adds those of `found` keys whose score exceeds a query's limit to the candidates of that query, for a block of
+// queries. A full list is cut down to the `wanted` best, whose smallest score is the new limit.
 template <class T>
 void collect(Candidates<T>* lists, T* limits, int64_t wanted, int64_t room, const T* scores, const Int<T>* place,
              int64_t found) {

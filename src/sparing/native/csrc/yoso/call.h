@@ -6,7 +6,7 @@
 
 namespace sparing {
 
-inline constexpr int64_t kHashesAtOnce = 32;  // codes of so many hashes exist at the same time, as in hashing.py
+inline constexpr int64_t kHashesAtOnce = 32;  // hashes whose codes exist at the same time, as in hashing.py
 
 // Rows divided by their length, in place.
 template <class T>
@@ -25,12 +25,12 @@ struct Values {
   int64_t heads, tokens, width;
   Tokens<const T> unit;  // null: none
   const T* inverse;      // [items][heads][tokens] 1 / length
-  double* along;         // the same; unit . x
+  double* along;         // same shape: unit . x
 };
 
 // The queries or the keys of a call. Only counts[item] of them are valid, at places[item * tokens ...], in order.
 struct Coded {
-  int64_t tokens;         // of each item, with padding
+  int64_t tokens;         // tokens per item, including padding
   const int64_t* counts;  // [items]
   const int32_t* places;  // [items][tokens]
   uint16_t* codes;        // [items][heads][hashes][tokens], in the order of the places
@@ -51,7 +51,7 @@ struct HashCodes {
   const T* signs;  // [some_heads][most_bits][3][size]; null: Gaussian
   // Gaussian: normal vectors, the same rounded, and how far from zero a rounded product must be to be sure of its sign.
   const double* normals;  // [some_heads][most_bits][hashes][depth]
-  const T* rounded;       // the same
+  const T* rounded;       // same shape
   const T* margins;       // [some_heads][most_bits][hashes]
 };
 
@@ -72,13 +72,13 @@ struct TableSums {
   T* out;    // [items][heads][to.tokens][width]
 };
 
-// What pairs.h sums, over all chunks of hashes. After the last chunk, gradients are multiplied by bits and factor, and
-// converted from unit vectors to the vectors that were given.
+// Arguments of pairs.h for one chunk of hashes. Gradients are summed over all chunks; after the last, they are
+// multiplied by bits and factor, and converted from unit vectors to the vectors that were given.
 template <class T>
 struct PairSums {
   Coded queries, keys;
   Values<T> grads, values;  // the gradient of the sums at the queries, and the values of the keys
-  Tokens<const T> q, k;     // [depth], of any length
+  Tokens<const T> q, k;     // rows of `depth` entries, not normalised
   int64_t items, heads, depth, width, hashes;
   const int32_t* bits;
   int64_t most_bits;

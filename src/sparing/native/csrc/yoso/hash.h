@@ -40,7 +40,8 @@ SPARING_INLINE void stages(int64_t size, int64_t step, const Take& take, const G
     }
 }
 
-// The Hadamard transform of `size` >= 32 vectors, from take(index) to give(index, vector), with `work` [size] between.
+// The Hadamard transform of `size` >= 32 vectors, from take(index) to give(index, vector). `work` [size] holds the
+// intermediate stages.
 template <class T, class Take, class Give>
 SPARING_INLINE void transform(int64_t size, Vec<T>* work, const Take& take, const Give& give) {
   const auto from_work = [&](int64_t i) { return work[i]; };
@@ -56,7 +57,8 @@ SPARING_INLINE void transform(int64_t size, Vec<T>* work, const Take& take, cons
     stages<T, 2>(size, step, from_work, give);
 }
 
-// give(h, z) for the coordinates first + h, h < 32, of H D3 H D2 H D1 x, the signs of D in signs[3][size].
+// Calls give(h, z) for the coordinates first + h, h < 32, of H D3 H D2 H D1 x; signs[3][size] holds the diagonals D1 to
+// D3.
 template <class T, int kSize, class Sign, class Give>
 SPARING_INLINE void rotate(const Vec<T>* x, const Sign* signs, int64_t any_size, int64_t first, Vec<T>* work,
                            const Give& give) {
@@ -76,7 +78,7 @@ SPARING_INLINE void rotate(const Vec<T>* x, const Sign* signs, int64_t any_size,
 }
 
 // A bound on the error of rotate() in T for a vector of unit length. Each of the 3 log2(size) stages multiplies lengths
-// by sqrt(2) and adds a relative error of half a unit in the last place; one percent covers what is of second order.
+// by sqrt(2) and adds a relative error of half a unit in the last place; one percent covers second-order terms.
 template <class T>
 T rotation_margin(int64_t size) {
   double stages = 0;
@@ -105,7 +107,7 @@ struct HashLanes {
   }
 };
 
-// Sets bit `bit` of all codes, in double.
+// Sets bit `bit` of all codes, computed in double.
 template <class T>
 __attribute__((noinline)) void sure_bit(const HashLanes<T>& l, const T* signs, int64_t size, int64_t first, int bit) {
   for (int part = 0; part < lanes<T>; part += lanes<double>) {

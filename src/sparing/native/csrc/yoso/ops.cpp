@@ -34,7 +34,7 @@ Tensor codes(Tensor x, Tensor streams, Tensor bits, int64_t seed, Numbers purpos
   });
 }
 
-// bfloat16 values, as 16-bit integers.
+// Views bfloat16 values as 16-bit integers.
 Tokens<const uint16_t> short_tokens(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
                                     int64_t width) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
@@ -43,7 +43,7 @@ Tokens<const uint16_t> short_tokens(const char* name, const Tensor& tensor, int6
   return {static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// The tensors and the draws of a call, checked.
+// The checked tensors and sampling settings of a call.
 template <class T>
 struct Call {
   int64_t items, heads, queries, keys, depth, width;
@@ -91,7 +91,7 @@ void run(const TableSums<T>& sums) {
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, Tensor streams, Tensor bits,
                                    int64_t seed, Numbers purposes, int64_t hashes, bool gaussian, bool causal,
                                    bool exact, std::optional<double> unit) {
-  static_cast<void>(exact);  // only the backward pass differs
+  static_cast<void>(exact);  // only the backward pass depends on it
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
     const Call<T> call(q, k, v.size(3), keep, streams, bits, seed, purposes, hashes, gaussian);
@@ -124,7 +124,7 @@ void run(const PairSums<T>& sums) {
                  [&](int64_t begin, int64_t end, T* scratch) { use.pair_sums(sums, begin, end, scratch); });
 }
 
-// The gradient of the sums, from that of the output. `out` and `inverse` come from the forward pass.
+// Returns the gradient of the sums, given that of the output. `out` and `inverse` come from the forward pass.
 template <class T>
 Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Optional& out, const Optional& inverse,
                            bool unit, std::vector<double>& along) {

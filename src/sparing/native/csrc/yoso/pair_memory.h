@@ -49,12 +49,12 @@ template <class T>
 struct PairWork {
   int64_t deep, wide, stride;  // padded entries of a unit vector, of the gradient or value before it, and of a row
   PairSide<T> queries, keys;
-  T* weights;      // [kBlock][kBlock] of queries and keys
+  T* weights;      // [kBlock queries][kBlock keys]
   T* products;     // [width][deep] sum of outer products, then their rests
-  int32_t* codes;  // [2^bits] of buckets with both queries and keys
+  int32_t* codes;  // [2^bits] codes of the buckets that hold both queries and keys
   Cut* cuts;
 
-  // Sets all parts to places in `memory` and returns how many entries of T they take.
+  // Points all parts into `memory`, unless it is null, and returns how many entries of T they take.
   int64_t lay_out(const PairSums<T>& call, T* memory) {
     deep = padded<T>(call.depth), wide = padded<T>(call.width), stride = wide + 3 * deep;
     char* base = reinterpret_cast<char*>(memory);

@@ -30,12 +30,13 @@ inline constexpr int32_t kTile = 32;       // tokens whose outer products are su
 inline constexpr int64_t kRowsAhead = 32;  // rows that are prefetched before their bucket is processed
 
 // Whether summing outer products beats `queries` x `keys` pairs. A pair multiplies and adds `pair` times, the outer
-// products `outer` times for each token; those of a pair take longer, because of sums across lanes and scattered rows.
+// products `outer` times for each token; operations of a pair take longer, because of sums across lanes and scattered
+// rows.
 inline bool is_full(int64_t queries, int64_t keys, int64_t pair, int64_t outer) {
   return queries * keys * pair * 3 > (queries + keys) * outer * 2;
 }
 
-// One head.
+// The gradients of one head.
 template <class T>
 struct Pairs {
   const PairSums<T>& call;
@@ -130,7 +131,7 @@ struct Pairs {
 
   void clear_products() const { clear(work.products, 2 * call.width * work.deep); }
 
-  // weights[t] = the scalar product of two rows, from entry `offset` on, for M rows
+  // weights[m] = the dot product of `mine` and theirs[m] over `width` entries from `offset` on, for m < M
   template <int M>
   SPARING_INLINE void dot_rows(const T* mine, const T* const* theirs, int64_t offset, int64_t width, T* weights) const {
     Vec<T> sums[M] = {};
@@ -161,7 +162,7 @@ struct Pairs {
     return 1.0 / ((pi - __builtin_acos(x)) * __builtin_sqrt(1.0 - x * x));
   }
 
-  // At most kBlock queries and kBlock keys, pair by pair. A query sees the first `seen` keys, a number that
+  // Processes at most kBlock queries and kBlock keys pair by pair. A query sees the first `seen` keys, a number that
   // does not decrease from one query to the next.
   void meet(Span some_queries, Span some_keys) const {
     const T *query_rows[kBlock], *key_rows[kBlock];
@@ -196,7 +197,7 @@ struct Pairs {
     }
   }
 
-  // All pairs of queries and keys that see each other.
+  // Processes all pairs of a query and a key that it sees.
   void all_pairs(Span some_queries, Span some_keys) const {
     for (int32_t i = 0; i < some_queries.count; i += kBlock)
       for (int32_t j = 0; j < some_keys.count; j += kBlock)

@@ -14,7 +14,7 @@
 namespace sparing {
 
 inline constexpr int64_t kMostBits = 16;         // codes are 16-bit numbers
-inline constexpr int64_t kPlaneBytes = 4 << 20;  // hyperplanes of several heads that are drawn at once
+inline constexpr int64_t kPlaneBytes = 4 << 20;  // draw hyperplanes for as many heads at once as fit
 
 // Hashes whose codes exist at the same time. They share a draw and use its coordinates from `first` on.
 struct Chunk {

@@ -19,9 +19,9 @@ inline constexpr int kParts = kLine<T> / lanes<T>;  // vectors of a slice
 
 inline constexpr int64_t kNearBytes = 256 << 10;  // tables of several hashes are filled at once while they fit
 inline constexpr int64_t kMostTables = 4;
-inline constexpr int64_t kAhead = 12;  // tokens between fetching a row and using it
+inline constexpr int64_t kAhead = 12;  // tokens between prefetching a row and using it
 
-inline constexpr int64_t kFewTokens = 8 * kRun;  // with more, rows of tables have rests
+inline constexpr int64_t kFewTokens = 8 * kRun;  // with more, the rows of tables have rests (see sums.h)
 
 inline int64_t tables_at_once(int64_t bits, bool rests) {
   const int64_t bytes = int64_t(rests ? 128 : 64) << bits;
@@ -148,7 +148,7 @@ int64_t table_tasks(const TableSums<T>& call) {
   return call.items * call.heads * slices(call);
 }
 
-// Entries of the largest tables of any item.
+// Returns how many entries the tables of any item take at most.
 template <class T>
 int64_t table_entries(const TableSums<T>& call) {
   int64_t rows = 0;
@@ -173,7 +173,7 @@ inline float from_bfloat16(uint16_t x) {
   return y.number;
 }
 
-// Entries first to first + line of the values, zero beyond the width.
+// Copies kLine entries of the values of all tokens, from entry `first` on; zero beyond the width.
 template <class T>
 void cut_slice(const TableSums<T>& call, int64_t item, int64_t head, int64_t first, T* values) {
   const int64_t count = call.from.counts[item];

@@ -7,14 +7,14 @@
 
 namespace sparing::SPARING_ISA {
 
-// lanes<double> entries, as double
+// Loads lanes<double> entries as double.
 template <class T>
 SPARING_INLINE Vec<double> widened(const T* p) {
   typedef T narrow __attribute__((vector_size(sizeof(T) * lanes<double>), aligned(alignof(T)), may_alias));
   return __builtin_convertvector(*reinterpret_cast<const narrow*>(p), Vec<double>);
 }
 
-// The sum of the lanes, halving the vector in each step.
+// Returns the sum of the lanes, halving the vector in each step.
 template <class T, int kHalf = lanes<T> / 2>
 SPARING_INLINE T folded(Vec<T> x) {
   if constexpr (kHalf == 0) {
@@ -62,7 +62,7 @@ void unit_rows(const UnitRows<T>& call, int64_t begin, int64_t end) {
   }
 }
 
-// grad of x / |x|: (grad - u (u . grad)) / |x| with u = x / |x|
+// Converts a gradient with respect to u = x / |x| to one with respect to x: factor * (grad - u (u . grad)) / |x|.
 template <class T>
 SPARING_INLINE void unit_row_backward(const T* x, const T* grad, int64_t width, double smallest, double factor, T* to) {
   constexpr int step = lanes<double>;
@@ -92,7 +92,7 @@ void find_along(const Values<T>& values, int64_t begin, int64_t end) {
   }
 }
 
-// `count` entries of a token's row, from `first` on.
+// Reads `count` entries of a token's row, from `first` on.
 template <class T>
 SPARING_INLINE void read_values(const Values<T>& values, int64_t item, int64_t head, int64_t token, int64_t first,
                                 int64_t count, T* to) {
