@@ -1,4 +1,4 @@
-"""The code of docs/transformers.md and README.md runs, with small models in the place of those that would be downloaded."""
+"""The code of README.md, docs/transformers.md and docs/sketch.md runs, with small models instead of downloaded ones."""
 
 import re
 from pathlib import Path
@@ -70,3 +70,20 @@ def test_the_readme_runs(names):
     names |= {"x": torch.randn(2, 16, 512), "padding": torch.zeros(2, 16, dtype=torch.bool)}
     exec(layer, names)
     assert names["out"].shape == (2, 16, 512)
+
+
+def test_the_page_of_sketch_runs():
+    """With a tiny untrained model, which answers nothing, and contexts of 60 characters for its tokens."""
+    call, facts = blocks("docs/sketch.md")
+    q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
+    names = {"sparing": sparing, "model": build("llama"), "q": q, "k": k, "v": v}
+    exec(call, names)
+    assert names["out"].shape == v.shape
+    names["handle"].restore()
+
+    def tokenizer(text, **_):
+        return {"input_ids": [1 + ord(letter) % 20 for letter in text[:60]]}
+
+    names |= {"tokenizer": tokenizer, "count_tokens": lambda text: len(text.split())}
+    exec(facts.replace("range(20)", "range(2)").replace("2000", "200"), names)
+    assert len(names["found"]) == 2
