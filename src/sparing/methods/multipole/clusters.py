@@ -1,8 +1,8 @@
-"""Keys in clusters, by k-means in the metric of the queries.
+"""Cluster keys by k-means in the metric of the queries.
 
 Two keys may share a cluster if the queries hardly tell them apart: (k - k')^T M (k - k') with M = mean of q q^T. With
-M = L L^T that is the plain distance between the rows k L. These are rounded to whole numbers, small enough that every
-product and sum of k-means is exact in float32: whoever computes it, in any order, finds the same clusters.
+M = L L^T that is the plain distance between the rows k L. These are rounded to integers, small enough that every
+product and sum of k-means is exact in float32: the clusters do not depend on the order of computation.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 from sparing.draws import Draws
 from sparing.methods.multipole import native
 
-_RIDGE = 1e-3  # of the mean eigenvalue, added to M: directions that no query asked for still count a little
+_RIDGE = 1e-3  # share of the mean eigenvalue that is added to M: directions without queries still count a little
 _DIGITS = 22  # bits of the largest sum of products
-_LONGEST = 16.0  # times the median length of the queries of a chunk: longer ones count as if they were that long
+_LONGEST = 16.0  # queries longer than this times the median length of their chunk are shortened to it
 
 
 class Moments(NamedTuple):
-    """What is known about the queries up to the end of each chunk, in float64; earlier chunks may count less."""
+    """Moments of the queries up to the end of each chunk, in float64; earlier chunks may count less."""
 
     mean: Tensor  # (B, H, T, d)
     second: Tensor  # (B, H, T, d, d): mean of q q^T
 
     def at(self, chunks: Tensor) -> Moments:
-        """Those of some chunks, in another order."""
+        """Return the moments of these chunks, in this order."""
         return Moments(self.mean[:, :, chunks], self.second[:, :, chunks])
 
     @property
     def covariance(self) -> Tensor:
-        """(B, H, T, d, d)."""
+        """The covariance of the queries, (B, H, T, d, d)."""
         return self.second - self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
 
     @property
     def variance(self) -> Tensor:
-        """(B, H, T): mean of |q - mean|^2."""
+        """The mean of |q - mean|^2, (B, H, T)."""
         return self.second.diagonal(dim1=-2, dim2=-1).sum(-1) - self.mean.square().sum(-1)
 
 
@@ -50,9 +50,9 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What `Moments` are made of."""
+    """The sums that `Moments` are computed from."""
 
-    total: Tensor  # (B, 1, T, 1) rows, float64
+    total: Tensor  # (B, 1, T, 1) number (or weight) of rows, float64
     first: Tensor  # (B, H, T, d)
     second: Tensor  # (B, H, T, d, d)
 
@@ -63,9 +63,10 @@ class Sums(NamedTuple):
 
 
 def sums(q: Tensor, counts: Tensor, size: int, remember: float = 1.0, before: Sums | None = None) -> Sums:
-    """Of q (B, H, T * size, d), for the end of each of T chunks. counts: (B, T * size), False for rows to leave out.
+    """Return the sums of q (B, H, T * size, d) up to the end of each of T chunks.
 
-    remember: what is left, a chunk later, of the weight of a row. before: sums (T = 1) that these go on from.
+    counts: (B, T * size), False for rows to leave out. remember: factor of a row's weight per chunk after its own.
+    before: sums (T = 1) over earlier chunks, to which these are added.
     """
     counts = counts.unflatten(1, (-1, size))  # (B, T, size)
     rows = q.double().unflatten(2, (-1, size)).masked_fill(~counts[:, None, :, :, None], 0.0)  # (B, H, T, size, d)
@@ -82,7 +83,7 @@ def sums(q: Tensor, counts: Tensor, size: int, remember: float = 1.0, before: Su
 
 
 def _shortened(rows: Tensor, counts: Tensor) -> Tensor:
-    """Rows (..., size, d), longer ones cut to `_LONGEST` times the median length: one outlier must not decide alone."""
+    """Return rows (..., size, d) cut to at most `_LONGEST` times the median length, so that no outlier dominates."""
     length = torch.linalg.vector_norm(rows, dim=-1)  # (..., size)
     median = length.masked_fill(~counts, torch.nan).nanmedian(-1, keepdim=True).values.nan_to_num(0.0)
     longest = _LONGEST * median
@@ -91,7 +92,7 @@ def _shortened(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """At most so many rows of (B, H, n, d), evenly spaced among those that count (B, n), and which of them count."""
+    """Return up to `most` rows of (B, H, n, d), evenly spaced among those that count (B, n), and which ones count."""
     total = counts.sum(-1, keepdim=True)
     rank = torch.arange(min(most, rows.shape[2]), device=rows.device) * (-(-total // most)).clamp_min(1)
     place = (~counts).long().argsort(dim=-1, stable=True).gather(1, rank.clamp_max(rows.shape[2] - 1))
@@ -99,13 +100,13 @@ def sample(rows: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_at(x: Tensor, place: Tensor) -> Tensor:
-    """Some rows (B, m) of x (B, H, n, d), as (B, H, m, d)."""
-    # Not by one index for all: that is spelled out for every entry, and takes ten times as long.
+    """Return the rows `place` (B, m) of x (B, H, n, d), as (B, H, m, d)."""
+    # One index for the whole batch would be expanded to every entry, which takes ten times as long.
     return torch.stack([item.index_select(1, at) for item, at in zip(x, place, strict=True)])
 
 
 def factor(second: Tensor) -> Tensor:
-    """L with L L^T = M (..., d, d), made definite; the identity where there is nothing to go by."""
+    """Return L with L L^T = M (..., d, d), after making M positive definite; the identity where M is zero."""
     eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
     size = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     # In units of its size, so that neither large nor tiny queries lead to overflow.
@@ -116,27 +117,28 @@ def factor(second: Tensor) -> Tensor:
 
 
 def whole_numbers(x: Tensor, valid: Tensor) -> Tensor:
-    """Rows (..., n, d) in units in which the largest valid entry is as large as exact float32 sums allow."""
+    """Return rows (..., n, d) as integers, scaled so that the largest valid entry is as large as exact sums allow."""
     x = x.masked_fill(~valid.unsqueeze(-1), 0.0)
     largest = x.abs().amax((-2, -1), keepdim=True)
     return (x * (largest_number(x.shape[-1]) / largest.masked_fill(largest == 0, 1.0))).round().float()
 
 
 def largest_number(width: int) -> int:
-    """The largest entry of rows of so many whole numbers."""
+    """Return the largest entry that rows of `width` integers may have."""
     return max(int((2**_DIGITS / width) ** 0.5), 1)
 
 
 def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str, first: int = 0) -> Rows:
-    """One of each equal stretch of the valid rows of (B, T, n), as (B, H, T, m).
+    """Cut the valid rows of (B, T, n) into equal stretches and draw one of each, as (B, H, T, m).
 
-    wanted: (B, T), how many; all rows where there are not more. first: the number of the first chunk.
+    wanted: (B, T) number of stretches; if there are fewer valid rows, all are returned. first: the number of the first
+    chunk.
     """
     rows = valid.sum(-1)[:, None, :, None]
     wanted = torch.minimum(wanted[:, None, :, None], rows)
     number = torch.arange(max(int(wanted.max()), 1), device=valid.device)
     chunks = valid.shape[1]
-    # Numbered by chunk and stretch, whatever else is in the batch.
+    # Draws are numbered by chunk and stretch, so that they do not depend on the rest of the batch.
     if chunks == 1 and first == 0:
         within = draws.uniform(purpose, 1, len(number))  # the same numbers as below, at less cost
     else:
@@ -150,9 +152,10 @@ def spread_out(valid: Tensor, wanted: Tensor, draws: Draws, purpose: str, first:
 
 
 def cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
-    """(B, H, T, size) cluster of each key of T chunks of k (B, H, n_k, d), -1 where valid (B, T, size) is False.
+    """Return the cluster of each key of T chunks of k (B, H, n_k, d), as (B, H, T, size).
 
-    factor: (B, H, T, d, d), of the metric. start, lesson: (B, H, T, ...), as in `kmeans`.
+    valid: (B, T, size); keys where it is False get -1. factor: (B, H, T, d, d), of the metric. start, lesson:
+    (B, H, T, ...), as in `kmeans`.
     """
     _, chunks, size = valid.shape
     rows = k[:, :, : chunks * size].unflatten(2, (chunks, size)).double() @ factor
@@ -163,7 +166,7 @@ def cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows,
 
 
 def native_cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
-    """`cluster` by kernels."""
+    """Compute `cluster` by kernels."""
     x = native.metric_rows(k, factor, valid, largest_number(k.shape[-1]))
     shape = (*factor.shape[:3], valid.shape[2])
     first, taught = (Rows(*(t.flatten(0, 2) for t in some)) for some in (start, lesson))
@@ -171,10 +174,10 @@ def native_cluster(k: Tensor, factor: Tensor, valid: Tensor, start: Rows, lesson
 
 
 def kmeans(x: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> Tensor:
-    """(U, n) cluster of each row of x (U, n, d), whole numbers as of `whole_numbers`; -1 where valid is False.
+    """Return the cluster of each row of x (U, n, d), integers from `whole_numbers`, as (U, n); -1 where valid is False.
 
     start: (U, c) rows that are the first centres. lesson: (U, m) rows that move the centres. A row joins the nearest
-    centre, of equally near ones the first. A centre without rows stays.
+    centre, the first of equally near ones. A centre without rows stays where it is.
     """
     width = x.shape[-1]
     centres, rows = (x.gather(1, t.unsqueeze(-1).expand(-1, -1, width)) for t in (start.place, lesson.place))
@@ -189,6 +192,6 @@ def kmeans(x: Tensor, valid: Tensor, start: Rows, lesson: Rows, steps: int) -> T
 
 
 def _nearest(rows: Tensor, centres: Tensor, counts: Tensor) -> Tensor:
-    """The centre of each row: the largest x.c - c.c/2, which is exact in float32."""
+    """Return the nearest centre of each row: that of the largest x.c - c.c/2, which is exact in float32."""
     penalty = (centres.square().sum(-1) / 2).masked_fill(~counts, torch.inf)
     return (rows @ centres.mT - penalty.unsqueeze(1)).argmax(-1)

@@ -22,12 +22,12 @@ from sparing.methods.multipole.poles import BLOCKS, Plan, Poles
 from sparing.native.derivatives import once_differentiable
 
 _SCORES = 2**22  # logits that are held at once
-_LIGHT = 1 / 16  # of a tolerance, and of a fair share: summaries of less mass are left out
+_LIGHT = 1 / 16  # summaries below this part of the tolerance and of an equal share of the mass are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multipole(Method):
-    """Softmax attention that looks at few keys and at summaries of the others; made for pretrained weights.
+    """Softmax attention that reads few keys and summaries of the others; made for pretrained weights.
 
     out_i = softmax_j(l_ij) v_j,  l_ij = s q_i.k_j if j is near, a sink or in an expanded cluster,
                                   l_ij = s (q_i.K_c + q0.(k_j - K_c)) + min(a_ic, cap) / 2 if j is in another cluster c
@@ -40,7 +40,7 @@ class Multipole(Method):
     Each query expands the clusters of the largest e_ic^2 per key until `keys` keys are spent. A budget of all keys is
     exact attention. With a tolerance, `keys` is a maximum: clusters with e_ic^2 per key <= (tolerance * mass of all
     keys * usual spread of values in a cluster)^2 stay summaries, so that queries and heads read what they need, and
-    summaries of less than a sixteenth of the tolerance, and of an equal share of the mass, are left out.
+    summaries whose share of the mass is below a sixteenth of both the tolerance and an equal share are left out.
 
     Causal: keys are clustered once a chunk is complete, knowing the queries up to its end (each counts half as much a
     chunk later), and a quarter of a chunk at a time before; a query sees its own quarter exactly. When the next chunk
@@ -52,17 +52,17 @@ class Multipole(Method):
     and summaries that a query read, and `exact`: whether it read no summary. The gradient holds clusters, expansions,
     q0 and a_ic fixed.
 
-    clusters: summaries of all keys, or, causal, of each chunk; a float is their ratio to the keys.
-    keys: keys that a query looks at in clusters of its choice; with a tolerance, at most.
-    window: neighbours besides the query's own position that are exact: half on each side, all before it if causal.
-        Without a meaning, and unused, in cross attention (n_q != n_k).
-    sinks: first so many keys that every query looks at, and if not causal as many of the last.
+    clusters: number of clusters of all keys or, if causal, of each chunk; a float is their ratio to the keys.
+    keys: number of keys that a query may read in the clusters that it expands.
+    window: number of neighbours of the query's own key that are exact: half on each side, all before it if causal.
+        Unused in cross attention (n_q != n_k).
+    sinks: number of first keys that every query reads; if not causal, also of last keys.
     order: 2 corrects the mass of a cluster for the variance of its logits, 1 does not.
-    cap: largest variance that is believed; beside a tolerance 8 is better.
+    cap: larger predicted variances a_ic are clipped to this; with a tolerance, 8 is better.
     tolerance: 0 spends all of `keys` on every query; a few thousandths read fewer keys for the same error.
-    select: expand by predicted "error" of the output, or by "mass" alone.
-    chunk: causal: keys that are clustered together; a multiple of 4.
-    steps: of k-means.
+    select: expand clusters by the predicted "error" of the output, or by their "mass" alone.
+    chunk: if causal, number of keys that are clustered together; a multiple of 4.
+    steps: number of k-means iterations.
 
     >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="multipole(clusters=16, keys=32)", seed=0).shape
@@ -98,18 +98,18 @@ class Multipole(Method):
             raise ValueError(f"multipole: chunk={self.chunk} must be a multiple of {BLOCKS}")
 
     def clusters_of(self, keys: int) -> int:
-        """How many clusters so many keys get: never more than keys."""
+        """Return the number of clusters for this many keys: at least 1, and never more than keys."""
         wanted = self.clusters if isinstance(self.clusters, int) else round(self.clusters * keys)
         return min(max(wanted, 1), max(keys, 1))
 
     def sides(self, n_q: int, n_k: int, causal: bool) -> tuple[int, int]:
-        """Exact keys before and after a query's own."""
+        """Return how many keys before and after a query's own are exact; -1 if not even its own is."""
         if causal:
             return self.window, 0
         return (self.window // 2, self.window // 2) if n_q == n_k else (-1, -1)
 
     def plan(self, q: Tensor, k: Tensor, call: Call, cluster: Callable[..., Tensor] = cluster) -> Plan:
-        """The clusters, for keys of which the valid ones come first."""
+        """Return the clusters of keys that are sorted, valid ones first."""
         return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, partial(cluster, steps=self.steps))
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -134,7 +134,7 @@ class Multipole(Method):
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, summaries: list[Poles], scale: float, causal: bool,
         rows: slice,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Output, log-sum-exp, predicted error, keys and summaries that were read, of some of the queries."""
+        """Return output, log-sum-exp, predicted error, and numbers of keys and summaries read, for some queries."""
         n_k = k.shape[2]
         before, after = self.sides(q.shape[2], n_k, causal)
         every, q, seen, own = q, q[:, :, rows], plan.seen[:, rows, None], plan.own[:, rows, None]
@@ -152,8 +152,8 @@ class Multipole(Method):
             read = exact.sum(-1).expand_as(lse)
             return weights @ v, lse, torch.zeros_like(lse), read, torch.zeros_like(read)
 
-        # What the clusters of all levels, C together, look like to a query.
-        cluster = torch.full_like(logits, -1, dtype=torch.long)  # that stands for a key: (B, H, n_q, n_k)
+        # The clusters of all levels, C in total, as each query sees them.
+        cluster = torch.full_like(logits, -1, dtype=torch.long)  # (B, H, n_q, n_k) standing for a key
         share = torch.zeros_like(logits)
         scores: list[Tensor] = []
         base = 0
@@ -205,11 +205,14 @@ class Multipole(Method):
         return weights @ v, lse, rest, exact.sum(-1), ((left > 0) & ~chosen).sum(-1)
 
     def _least(self, mass: Tensor, members: Tensor, scatter: Tensor) -> Tensor:
-        """What a cluster must be worth per key to be expanded. mass: of all keys; members, scatter: of the clusters."""
+        """Return the worth per key above which clusters are expanded.
+
+        mass: that of all keys. members, scatter: those of the clusters.
+        """
         least = (self.tolerance * mass).square()
         if self.select == "mass":
             return least
-        known = torch.where(members > 0, members * scatter, 0.0)  # clusters out of sight may hold anything, even inf
+        known = torch.where(members > 0, members * scatter, 0.0)  # unseen clusters may hold anything, even inf
         return least * known.sum(-1, keepdim=True) / members.sum(-1, keepdim=True).clamp_min(1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
@@ -218,7 +221,7 @@ class Multipole(Method):
         return _ByKernel.apply(q, k, v, self, call)
 
     def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """`reference` by kernels, without a gradient."""
+        """Compute `reference` by kernels, without a gradient."""
         k, v = _valid_first(k, v, call)
         plan = self.plan(q, k, call, native_cluster)
         before, after = self.sides(q.shape[2], k.shape[2], call.mask.causal)
@@ -261,7 +264,7 @@ class Multipole(Method):
 
 
 class _ByKernel(torch.autograd.Function):
-    """`Multipole.by_kernel`; the gradient, with the same clusters, by plain PyTorch."""
+    """`Multipole.by_kernel`, with a gradient that plain PyTorch computes with the same clusters."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Multipole, call: Call) -> Tensor:
@@ -281,7 +284,7 @@ class _ByKernel(torch.autograd.Function):
 
 
 def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Keys and values in the order of their ranks."""
+    """Return keys and values in the order of their ranks."""
     if call.mask.keep is None:
         return k, v
     order = place_of_rank(call.mask.keep)[:, None, :, None]
@@ -291,7 +294,7 @@ def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 def _laid_end_to_end(
     plan: Plan, k: Tensor, v: Tensor, described: list[tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor, Tensor]:
-    """Mean and variance of the queries, summaries, labels and weights of all levels, and what the levels look like."""
+    """Concatenate all levels: mean and variance of the queries, summaries, labels, weights, and sizes of the levels."""
     if not plan.levels:
         batch, heads, n_k, d = k.shape
         none, rows = k.new_zeros(batch, heads, 0), k.new_zeros(batch, heads, 0, d)
@@ -305,7 +308,7 @@ def _laid_end_to_end(
 
 
 def expand(worth: Tensor, size: Tensor, budget: int) -> Tensor:
-    """Which of the clusters (..., C) to expand: the best that still fits, again and again; nothing worth zero."""
+    """Return which of the clusters (..., C) to expand: repeatedly the best that still fits; none that is worth zero."""
     chosen = torch.zeros_like(worth, dtype=torch.bool)
     left = torch.full_like(worth[..., :1], float(budget))
     while True:

@@ -1,4 +1,4 @@
-"""Clusters of keys, and attention to few keys and to summaries of the clusters of the others."""
+"""Call the kernels that cluster keys, summarise clusters, and attend to few keys and to summaries of the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ schemas.define(
 
 
 def kmeans(x: Tensor, valid: Tensor, start: tuple[Tensor, Tensor], lesson: tuple[Tensor, Tensor], steps: int) -> Tensor:
-    """(U, n) clusters of the rows x (U, n, d) of whole numbers, as `clusters.kmeans` finds them."""
+    """Return the clusters (U, n) of the rows x (U, n, d) of integers, as `clusters.kmeans` finds them."""
     tensors = (t.contiguous() for t in (x, valid, *start, *lesson))
     return torch.ops.sparing.kmeans(*tensors, steps)
 
@@ -49,9 +49,9 @@ def _(x: Tensor, *others: Any) -> Tensor:
 
 
 def metric_rows(k: Tensor, factor: Tensor, valid: Tensor, limit: int) -> Tensor:
-    """(B H T, size, d): chunks of the keys k (B, H, n_k, d) times factor (B, H, T, d, d), rounded to whole numbers.
+    """Return chunks of the keys k (B, H, n_k, d) times factor (B, H, T, d, d), rounded to integers: (B H T, size, d).
 
-    factor: lower triangular, float64. valid: (B, T, size). As `clusters.whole_numbers` rounds them.
+    factor: lower triangular, float64. valid: (B, T, size). Rounding is that of `clusters.whole_numbers`.
     """
     return torch.ops.sparing.metric_rows(contiguous_rows(k), factor.mT.contiguous(), valid.contiguous(), limit)
 
@@ -74,11 +74,14 @@ def summaries(
     faintest: float,
     nothing: float,
 ) -> tuple[Tensor, ...]:
-    """Mean keys (B, H, C, d), sums of the values (B, H, C, e), offset, weight, spread, scatter; weights (B, H, n_k).
+    """Return the summaries of clusters, as `sparing.methods.multipole.poles.described`. There is no gradient.
+
+    These are mean keys (B, H, C, d), weighted sums of the values (B, H, C, e), offset, weight, spread and scatter
+    (B, H, C), and the weights of the keys (B, H, n_k).
 
     labels: (B, H, n_k), -1 for keys outside all clusters. mean, covariance: (B, H, T, d) and (B, H, T, d, d) of the
-    queries. clusters: of each of T chunks. faintest: least log-weight. nothing: least spread that is not taken for
-    zero. As `sparing.methods.multipole.poles.summarise`; there is no gradient.
+    queries. clusters: number of clusters in each of T chunks. faintest: least log-weight. nothing: smaller spreads are
+    taken to be zero.
     """
     k, v = contiguous_rows(k), contiguous_rows(v)
     tensors = (t.contiguous() for t in (labels, mean, covariance))
@@ -115,13 +118,13 @@ def multipole(
     tolerance: float,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """(output (B, H, n_q, e), log-sum-exp, predicted error, keys and summaries that were read (B, H, n_q)).
+    """Return output (B, H, n_q, e), log-sum-exp, predicted error, numbers of keys and of summaries read (B, H, n_q).
 
     Keys are in the order of their ranks. seen, own: (B, n_q) keys that a query sees, and the rank of its own. mean,
     variance: (B, H, T, d) and (B, H, T) of the queries up to the end of each chunk of the first level. poles: keys
     (B, H, C, d), weighted sums of the values (B, H, C, e), offset, weight, spread, scatter (B, H, C) of the summaries.
     labels, shares: (levels, B, H, n_k) cluster of a key within its level and its weight there. levels: (levels, 3) keys
-    and clusters of a chunk, and chunks. block: 0 if not causal. There is no gradient.
+    per chunk, clusters per chunk, and chunks. block: keys of a block, 0 if not causal. There is no gradient.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     tensors = (t.contiguous() for t in (seen, own, mean, variance, *poles, labels, shares, levels))
@@ -151,15 +154,15 @@ def multipole_step(
     settings: tuple[float, ...],
     limit: float = math.inf,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output (B, H, n_q, e), notes (4, B, H, n_q), within ()) of queries (B, H, n_q, d); k, v are (B, H_kv, n, .).
+    """Return output (B, H, n_q, e), notes (4, B, H, n_q) and within () for q (B, H, n_q, d), k and v (B, H_kv, n, .).
 
-    Notes: log-sum-exp, predicted error, keys and summaries that were read, summaries among them. within: False if the
-    norm of q, and of as many last keys and values, together is NaN or beyond the limit. Nothing is computed then:
-    output and notes are zeros, and the past is as before.
+    Notes: log-sum-exp, predicted error, number of keys and summaries read, number of summaries among them. within:
+    False if the joint norm of q and of as many last keys and values is NaN or above the limit. Nothing is computed
+    then: output and notes are zeros, and the past is unchanged.
 
     place: (B, .) position of each rank; None: the same. own: (B, n_q) rank of a query's own key, -1 for none; None: the
-    last key, of a single query, which is then put to the past's queries. settings: before, sinks, keys, second,
-    by_mass, cap, tolerance, scale, as of `multipole`. There is no gradient.
+    last key, for a single query, which is then added to the past's queries. settings: before, sinks, keys, second,
+    by_mass, cap, tolerance, scale, as in `multipole`. There is no gradient.
     """
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
@@ -169,7 +172,7 @@ def multipole_step(
 
 
 class StepNotes(Mapping[str, Tensor]):
-    """The notes of `multipole_step` by name, cut out when somebody asks: few do, and a step should not pay for it."""
+    """The notes of `multipole_step` by name. They are sliced on access, so that a step does not pay for unread ones."""
 
     _rows: ClassVar[dict[str, int]] = {"lse": 0, "error": 1, "touched": 2}
 
@@ -193,7 +196,7 @@ class StepNotes(Mapping[str, Tensor]):
 def near_step(
     q: Tensor, k: Tensor, v: Tensor, own: Tensor, before: int, sinks: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same without clusters: a query sees its own key, so many before it, and the first ones."""
+    """Run `multipole_step` without clusters: a query sees its own key, `before` before it, and the first `sinks`."""
     settings = (before, sinks, 0, False, False, 1.0, 0.0, scale)
     return multipole_step(q, k, v, None, own, StepPast(q, v.shape[3], 1), settings)[:2]
 

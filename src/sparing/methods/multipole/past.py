@@ -1,8 +1,8 @@
-"""The past of growing sequences, as multipole decodes from it.
+"""The state from which multipole decodes growing sequences.
 
 A query's own block of keys is exact. Blocks before it have clusters of their own until their chunk is complete; then
-the chunk's clusters take their place, and are described once more when the next chunk is complete, too. Keys are
-counted by their rank among the valid ones, item by item.
+the chunk's clusters replace them. These are described once more when the next chunk is complete. Keys are numbered by
+their rank among the valid ones of their item.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sparing.quarantine import are_moderate, limit_of
 if TYPE_CHECKING:
     from sparing.methods.multipole.method import Multipole
 
-Found = tuple[Tensor, Tensor]  # output and notes, as of `multipole_step`
+Found = tuple[Tensor, Tensor]  # output and notes, as `multipole_step` returns them
 
 
 class MultipolePast(PastClusters):
-    """What multipole knows of the sequences of a batch.
+    """The past of the sequences of a batch.
 
-    method: its settings. q, k, v: tensors (B, H, ., d), (B, H_kv, ., d) and (B, H_kv, ., e) that show sizes and device;
-    everything is of the type of q.
+    method: its settings. q, k, v: tensors (B, H, ., d), (B, H_kv, ., d) and (B, H_kv, ., e) whose sizes and device are
+    used; the clusters have the dtype of q.
     """
 
     def __init__(self, method: Multipole, q: Tensor, k: Tensor, v: Tensor, draws: Draws, scale: float) -> None:
@@ -42,22 +42,22 @@ class MultipolePast(PastClusters):
         m, (batch, heads, _, d) = method, q.shape
         self.settings = (m.window, m.sinks, m.keys, m.order == 2, m.select == "mass", m.cap, m.tolerance, scale)
         self.groups = heads // k.shape[1]
-        self.counts = [0] * batch  # keys
+        self.counts = [0] * batch  # keys of each item
         self.told = [0.0] * batch  # weight of the queries that the sums below hold
-        self.lost = [0] * batch  # first queries of the block that is not complete, of which nothing is known
+        self.lost = [0] * batch  # number of first queries of the incomplete block that are unknown
         self.place: Tensor | None = None  # (B, .) position of each rank; None while they are the same
         self.first, self.second = (
             q.new_zeros(batch, *size, dtype=torch.float64) for size in ((heads, d), (heads, d, d))
         )
 
-    # What the past looks like to queries.
+    # Attention to the past.
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
     ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
-        """Attention of the newest queries, which are then learnt from. Rows of padding give zeros."""
+        """Compute attention of the newest queries, then learn from them. Rows of padding give zeros."""
         if fresh is None and self.place is None and q.shape[2] == 1 and native.ready(q):
-            limit = math.inf if clean else limit_of(q.dtype)  # the kernel also looks whether all entries are moderate
+            limit = math.inf if clean else limit_of(q.dtype)  # the kernel also checks that all entries are moderate
             out, notes, within = multipole_step(q, k, v, None, None, self.store, self.settings, limit)
             if not within:
                 return None
@@ -81,7 +81,7 @@ class MultipolePast(PastClusters):
         return out, StepNotes(notes)
 
     def _several(self, item: int, rows: list[int], q: Tensor, k: Tensor, v: Tensor) -> Found:
-        """Several queries of one item, block by block; rows: those that are no padding."""
+        """Compute attention of several queries of one item, block by block. rows: those that are not padding."""
         one, heads, n_q = slice(item, item + 1), q.shape[1], q.shape[2]
         out, notes = v.new_zeros(1, heads, n_q, v.shape[3]), q.new_zeros(4, 1, heads, n_q)
         notes[0] = -torch.inf
@@ -95,10 +95,10 @@ class MultipolePast(PastClusters):
         return out, notes
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, own: Tensor, items: slice) -> Found:
-        """For q (B, H, n_q, d), k, v (B, H_kv, n, .) of some items.
+        """Compute attention of q (B, H, n_q, d) to k, v (B, H_kv, n, .), for some items.
 
-        own: (B, n_q) rank of each query's own key, -1 for padding; those of an item lie in the block that is not
-        complete. On the CPU.
+        own: (B, n_q) rank of each query's own key, on the CPU; -1 for padding. Those of an item lie in its incomplete
+        block.
         """
         if not native.ready(q):
             return self.attend_densely(q, k, v, own, items)
@@ -106,7 +106,7 @@ class MultipolePast(PastClusters):
         return multipole_step(q, k, v, place, own, self.store.of(items), self.settings)[:2]
 
     def attend_densely(self, q: Tensor, k: Tensor, v: Tensor, own: Tensor, items: slice) -> Found:
-        """`attend` by the method's specification."""
+        """Compute `attend` by the reference implementation."""
         batch, heads, n_q, _ = q.shape
         n, rank = k.shape[2], own.to(q.device)
         if self.place is not None:
@@ -130,16 +130,16 @@ class MultipolePast(PastClusters):
         counts = (x.masked_fill((rank < 0)[:, None], 0).to(q.dtype) for x in (error, read + spared, spared))
         return out, torch.stack([lse, *counts])
 
-    # What it learns.
+    # Learning from queries and keys.
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
-        """Take in new positions; what becomes complete is put into clusters."""
+        """Add new positions, and cluster the blocks and chunks that become complete."""
         for item, rows in enumerate(self._put(fresh, q, length)):
             self._learn(item, q[item, :, rows], k, v)
         self.ready = []
 
     def _put(self, fresh: Tensor | None, q: Tensor, length: int) -> list[list[int]]:
-        """The rows of each item that are no padding, and where their keys are."""
+        """Return the rows of each item that are not padding, and store the positions of their keys in `place`."""
         every = list(range(q.shape[2]))
         new = [every] * len(self.counts) if fresh is None else [row.nonzero().flatten().tolist() for row in fresh]
         if self.place is None:
@@ -154,7 +154,7 @@ class MultipolePast(PastClusters):
         return new
 
     def _learn(self, item: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The queries (H, m, d) of the item's next m keys."""
+        """Learn from the queries (H, m, d) of the item's next m keys."""
         n, block = self.counts[item], self.block
         kept, queries = n % block, self.store.part("queries")[item]
         self.counts[item] = n + q.shape[1]
@@ -180,7 +180,7 @@ class MultipolePast(PastClusters):
         parts["mean"][item], parts["variance"][item] = known.mean[0, :, -1], known.variance[0, :, -1]
         rows = partial(self._rows, item, k, v)
 
-        before, after = n // block, n // block + whole  # complete blocks
+        before, after = n // block, n // block + whole  # number of complete blocks
         chunks, complete = before // BLOCKS, after // BLOCKS
         if complete > chunks:
             ends = torch.arange(chunks, complete, device=q.device) * BLOCKS + BLOCKS - 1 - before
@@ -194,16 +194,16 @@ class MultipolePast(PastClusters):
         self.show(item, after)
 
     def _rows(self, item: int, k: Tensor, v: Tensor, low: int, high: int) -> list[Tensor]:
-        """Keys and values of these ranks, (1, H, ., .)."""
+        """Return the keys and values of the ranks from `low` to `high`, (1, H, ., .)."""
         place = slice(low, high) if self.place is None else self.place[item, low:high]
         return [x[item, :, place].to(self.store.reals.dtype).repeat_interleave(self.groups, 0)[None] for x in (k, v)]
 
     def _sums(self, items: slice) -> Sums:
-        """What is known about the queries of some items."""
+        """Return the sums over the queries of some items."""
         told = torch.tensor(self.told[items], dtype=torch.float64, device=self.first.device).view(-1, 1, 1, 1)
         return Sums(told, self.first[items].unsqueeze(2), self.second[items].unsqueeze(2))
 
-    # What happens to the cache.
+    # Changes of the cache.
 
     def crop(self, length: int, k: Tensor, v: Tensor) -> None:
         """Forget positions from `length` on. What was learnt from their queries stays."""
@@ -214,7 +214,7 @@ class MultipolePast(PastClusters):
             if blocks == n // self.block:
                 self.lost[item] = min(self.lost[item], left % self.block)
                 continue
-            self.lost[item] = left % self.block  # the queries at hand are those of other keys
+            self.lost[item] = left % self.block  # the stored queries belong to other keys
             self.show(item, blocks)
             self.store.part("labels")[item, :, blocks * self.block :] = -1
             if n // self.method.chunk > chunks and blocks > chunks * BLOCKS:  # one summary stood for these blocks
@@ -224,7 +224,7 @@ class MultipolePast(PastClusters):
                 self.add(item, rows, chunks * BLOCKS, blocks, again, whole=False)
 
     def select(self, items: Tensor) -> None:
-        """Go on with these items, in this order; an item may appear again."""
+        """Keep these items, in this order; an item may appear several times."""
         self.store.select(items)
         chosen = items.tolist()
         for name in ("counts", "told", "lost"):

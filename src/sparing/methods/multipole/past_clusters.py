@@ -1,4 +1,4 @@
-"""The clusters of sequences that grow: made where keys become complete, appended, described by the queries so far."""
+"""Clusters of growing sequences: complete chunks or blocks are clustered, and described by the queries so far."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparing.native.tensors import WritableState
 if TYPE_CHECKING:
     from sparing.methods.multipole.method import Multipole
 
-_SLACK = 16  # clusters that kernels may read, and not use, beyond the last
+_SLACK = 16  # kernels may read, without using them, this many clusters beyond the last
 _SUMMARY = ("keys", "values", "offset", "weight", "spread", "scatter")
 
 Rows = Callable[[int, int], list[Tensor]]  # keys and values (1, H, ., .) of the ranks from one to another
@@ -33,22 +33,22 @@ class PastClusters(WritableState):
     def __init__(self, method: Multipole, q: Tensor, width: int, draws: Draws, scale: float) -> None:
         self.method, self.draws, self.scale = method, draws, scale
         self.block = method.chunk // BLOCKS
-        self.each = method.clusters_of(method.chunk)  # of a chunk
+        self.each = method.clusters_of(method.chunk)  # clusters of a chunk
         self.block_each = -(-self.each // BLOCKS)
         self.store = StepPast(q, width, self.block)
-        # Levels of the prompt with what describes them, where somebody has them; used once.
+        # Levels of the prompt with their summaries, if its attention has computed them; used once.
         self.ready: list[Described] = []
 
     def before(self, block: int) -> int:
-        """Clusters before those of a block."""
+        """Return the number of clusters before those of a block."""
         return block // BLOCKS * self.each + block % BLOCKS * self.block_each
 
     def show(self, item: int, blocks: int) -> None:
-        """So many blocks are complete."""
+        """Make the clusters of the first `blocks` blocks visible."""
         self.store.part("visible")[item] = self.before(blocks)
 
     def add(self, item: int, rows: Rows, start: int, end: int, known: Moments, *, whole: bool) -> None:
-        """Clusters of the whole chunks, or else of the blocks, from `start` to `end`."""
+        """Add the clusters of the chunks from `start` to `end` if `whole`, else of the blocks."""
         size, wanted = (self.method.chunk, self.each) if whole else (self.block, self.block_each)
         at, low, high = self.before(start * (BLOCKS if whole else 1)), start * size, end * size
         if self.ready:
@@ -59,12 +59,12 @@ class PastClusters(WritableState):
             usable = (torch.arange(low, high, device=k.device) >= self.method.sinks).unsqueeze(0)
             many, purpose = torch.tensor([[wanted]], device=k.device), poles.CHUNK if whole else poles.BLOCK
             level = poles.cluster_chunks(k, usable, known, size, many, self.draws, purpose, cut, start)
-            if whole:  # those before the last are described by the queries up to the end of the next
+            if whole:  # chunks before the last are described by the queries up to the end of the next chunk
                 after = torch.arange(1, end - start + 1, device=k.device).clamp_max(end - start - 1)
                 level = level._replace(known=known.at(after))
             described = list(poles.described(k, v, level, self.scale))
 
-        # Ranks sorted by cluster, those outside all clusters last.
+        # Sort ranks by cluster, those outside all clusters last.
         *summaries, shares = described
         total, device = level.chunks * level.clusters, level.labels.device
         slot = torch.where(level.labels < 0, total, level.labels)
@@ -87,7 +87,7 @@ class PastClusters(WritableState):
             parts[name][item, :, low:high] = y[0]
 
     def again(self, item: int, rows: Rows, chunk: int, known: Moments) -> None:
-        """Describe the clusters of a chunk by other queries."""
+        """Describe the clusters of a chunk again, by the queries of `known`."""
         at, low, high = self.before(chunk * BLOCKS), chunk * self.method.chunk, (chunk + 1) * self.method.chunk
         parts = self.store.parts()
         labels = parts["labels"][item, :, low:high].long()
@@ -99,7 +99,7 @@ class PastClusters(WritableState):
         parts["shares"][item, :, low:high] = shares[0]
 
     def _of_prompt(self, item: int, start: int, end: int, whole: bool) -> tuple[Level, list[Tensor]]:
-        """What was found for these chunks or blocks when the prompt's attention was computed."""
+        """Return the clusters of these chunks or blocks that were found when the prompt's attention was computed."""
         level, described = self.ready[1 if whole else 0]
         ranks, rows = (slice(start * each, end * each) for each in (level.size, level.clusters))
         labels = level.labels[item : item + 1, :, ranks]

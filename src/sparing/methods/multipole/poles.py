@@ -1,4 +1,4 @@
-"""Clusters of keys, and their summaries: what a cluster adds to a query that does not look at its members.
+"""Clusters of keys, and their summaries, which stand for the members in queries that do not read these.
 
 Around the mean query q0 a cluster's sum is known exactly, so the expansion starts there: for another query the logit of
 member j, s q.k_j, is replaced by s (q.K + q0.(k_j - K)), with K the mean key under the weights w_j = exp(s q0.k_j). All
@@ -22,12 +22,12 @@ from sparing.methods.multipole.clusters import Moments, Rows, factor, rows_at, s
 from sparing.methods.multipole.native import summaries
 
 FAINTEST = -8.0  # the least log-weight of a member, so that none is lost in rounding
-NOTHING = 1e-9  # a variance of logits that is taken for rounding
-_TEACHERS = 1024  # queries that a metric is made of, if not causal
+NOTHING = 1e-9  # smaller variances of logits are rounding errors and are taken to be zero
+_TEACHERS = 1024  # largest number of queries that a metric is computed from, if not causal
 _LESSON = 16  # rows per cluster that k-means learns from
-BLOCKS = 4  # blocks of a chunk
-REMEMBER = 2 ** (-1 / BLOCKS)  # what a query's weight in the moments is a block later: half of it after a chunk
-CHUNK, BLOCK = "multipole chunk", "multipole block"  # what random numbers are drawn for
+BLOCKS = 4  # number of blocks in a chunk
+REMEMBER = 2 ** (-1 / BLOCKS)  # factor of a query's weight in the moments per block: half of it is left after a chunk
+CHUNK, BLOCK = "multipole chunk", "multipole block"  # purposes of random numbers
 
 Cluster = Callable[[Tensor, Tensor, Tensor, Rows, Rows], Tensor]  # `clusters.cluster` with a number of steps
 
@@ -36,28 +36,28 @@ class Level(NamedTuple):
     """One way to cut the keys into chunks, each with its own clusters, and to describe these."""
 
     size: int  # keys of a chunk
-    clusters: int  # of a chunk
+    clusters: int  # clusters of a chunk
     labels: Tensor  # (B, H, n_k) cluster of each key, numbered through all chunks; -1 for none
-    known: Moments  # of the queries, by which each chunk is described (B, H, T, ...)
+    known: Moments  # (B, H, T, ...) moments of the queries by which each chunk is described
 
     @property
     def chunks(self) -> int:
-        """Complete chunks."""
+        """The number of complete chunks."""
         return self.known.mean.shape[2]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before a logit is computed. Keys are counted by their rank among the valid ones."""
+    """What is decided before a logit is computed. Keys are numbered by their rank among the valid ones."""
 
     levels: tuple[Level, ...]
-    seen: Tensor  # (B, n_q): a query sees the keys of a rank below this
+    seen: Tensor  # (B, n_q): a query sees the keys of ranks below this
     own: Tensor  # (B, n_q): the rank of a query's own key
-    block: int | None  # causal: keys of a query's own block of so many are exact
+    block: int | None  # causal: size of a block; a query reads the keys of its own block
     grown: bool = False  # all clusters lie before the queries' block, in one level: the index of a growing sequence
 
     def open(self, level: int, chunk: Tensor, own: Tensor) -> Tensor:
-        """Whether a query, whose key has the rank `own`, sees the clusters of this chunk of a level."""
+        """Return whether a query whose key has the rank `own` sees the clusters of this chunk of a level."""
         if self.block is None or self.grown:
             return torch.ones_like(chunk + own, dtype=torch.bool)
         mine = own // (self.block * BLOCKS)
@@ -74,7 +74,7 @@ class Poles(NamedTuple):
     offset: Tensor  # (B, H, C)
     weight: Tensor  # (B, H, C) W
     shares: Tensor  # (B, H, n_k) log w_j
-    members: Tensor  # (B, H, C) how many
+    members: Tensor  # (B, H, C) number of members
     spread: Tensor  # (B, H, C) variance of the members' logits for an average query; no gradient
     scatter: Tensor  # (B, H, C) variance of the members' values; no gradient
 
@@ -83,7 +83,7 @@ class Poles(NamedTuple):
 def plan(
     q: Tensor, k: Tensor, call: Call, sinks: int, chunk: int, clusters_of: Callable[[int], int], cluster: Cluster
 ) -> Plan:
-    """How the keys k (B, H, n_k, d), valid ones first, are put into clusters, by the given k-means."""
+    """Cluster the keys k (B, H, n_k, d), valid ones first, by the given k-means."""
     batch, _, n_q, _ = q.shape
     n_k = k.shape[2]
     everything = torch.ones(batch, n_k, dtype=torch.bool, device=k.device)
@@ -127,10 +127,10 @@ def cluster_chunks(
     k: Tensor, usable: Tensor, known: Moments, size: int, wanted: Tensor, draws: Draws, purpose: str, cluster: Cluster,
     first: int = 0,
 ) -> Level:  # fmt: skip
-    """Clusters of each chunk of `size` keys of k (B, H, n_k, d), of which `usable` (B, n_k) are put into clusters.
+    """Cluster each chunk of `size` keys of k (B, H, n_k, d), of which only the `usable` (B, n_k) get a cluster.
 
-    known: what each chunk knows about the queries. wanted: (B or 1, T or 1) clusters of a chunk. first: the number of
-    the first chunk, by which its random numbers are keyed.
+    known: moments of the queries for each chunk. wanted: (B or 1, T or 1) number of clusters of a chunk. first: the
+    number of the first chunk, on which its random numbers depend.
     """
     batch, heads, n_k, _ = k.shape
     chunks = known.mean.shape[2]
@@ -148,16 +148,16 @@ def cluster_chunks(
 
 
 def later(level: Level, known: Moments) -> Level:
-    """The first chunks of a level, as many as are `known` again: the same clusters, described by other queries."""
+    """Return the first chunks of a level, as many as `known` has: the same clusters, described by these queries."""
     total = known.mean.shape[2] * level.clusters
     return level._replace(labels=level.labels.masked_fill(level.labels >= total, -1), known=known)
 
 
 @torch.no_grad()
 def alarm(q: Tensor, plan: Plan, rows: slice) -> Tensor:
-    """|q - q0|^2 over its mean, (B, H, rows): what the variance of a cluster's logits is proportional to."""
+    """Return |q - q0|^2 over its mean, (B, H, rows), to which the variance of a cluster's logits is proportional."""
     known, own = plan.levels[0].known, plan.own[:, rows]
-    # The last block before the query's; the index of a growing sequence knows no other.
+    # The last block before the query's; a growing sequence keeps the moments of that one only.
     at = torch.zeros_like(own) if plan.block is None else (own // plan.block - 1).clamp(0, known.mean.shape[2] - 1)
     away = q[:, :, rows] - known.mean.to(q.dtype).take_along_dim(at[:, None, :, None], dim=2)
     variance = known.variance.to(q.dtype).take_along_dim(at[:, None], dim=2)
@@ -165,7 +165,7 @@ def alarm(q: Tensor, plan: Plan, rows: slice) -> Tensor:
 
 
 def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
-    """The summaries of one level. The gradient holds clusters and mean query fixed."""
+    """Return the summaries of one level. The gradient holds clusters and mean query fixed."""
     batch, heads, n_k, _ = k.shape
     total = level.chunks * level.clusters
     used = level.chunks * level.size
@@ -179,7 +179,7 @@ def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
     w = shares.exp()
 
     def sums(x: Tensor) -> Tensor:
-        """(B, H, n_k, m) -> (B, H, C, m), weighted."""
+        """Return the weighted sums over each cluster: (B, H, n_k, m) -> (B, H, C, m)."""
         into = x.new_zeros(batch, heads, total + 1, x.shape[-1])
         return into.scatter_add(2, slot.unsqueeze(-1).expand_as(x), w.unsqueeze(-1) * x)[:, :, :total]
 
@@ -198,13 +198,13 @@ def summarise(k: Tensor, v: Tensor, level: Level, scale: float) -> Poles:
         turned[:, :, :used] = (away[:, :, :used].unflatten(2, (-1, level.size)) @ covariance).flatten(2, 3)
         spread = scale * scale * sums((turned * away).sum(-1, keepdim=True)) / part
         scatter = sums((v - _of_members(values, slot)).square().sum(-1, keepdim=True)) / part
-    spread = spread.squeeze(-1).nan_to_num(nan=0.0)  # huge keys overflow, and their logits are saturated
+    spread = spread.squeeze(-1).nan_to_num(nan=0.0)  # huge keys overflow; their logits are saturated anyway
     spread = spread.masked_fill(spread < NOTHING, 0.0)
     return Poles(keys, values, offset, weight.squeeze(-1), shares, count, spread, scatter.squeeze(-1))
 
 
 def described(k: Tensor, v: Tensor, level: Level, scale: float) -> tuple[Tensor, ...]:
-    """Mean keys, weighted sums of the values, offset, weight, spread, scatter of clusters; weights of the keys."""
+    """Return mean keys, weighted sums of values, offset, weight, spread, scatter of clusters, and weights of keys."""
     if native.ready(k):
         mean, covariance = level.known.mean.to(k.dtype), level.known.covariance.to(k.dtype)
         return summaries(k, v, level.labels, mean, covariance, level.clusters, scale, FAINTEST, NOTHING)
@@ -215,5 +215,5 @@ def described(k: Tensor, v: Tensor, level: Level, scale: float) -> tuple[Tensor,
 
 
 def _of_members(x: Tensor, slot: Tensor) -> Tensor:
-    """(B, H, C, m) -> (B, H, n_k, m): what belongs to each key's cluster; anything for keys outside all clusters."""
+    """Return the row of each key's cluster, (B, H, C, m) -> (B, H, n_k, m); rows of keys without one are arbitrary."""
     return x.take_along_dim(slot.clamp_max(x.shape[2] - 1).unsqueeze(-1), dim=2)

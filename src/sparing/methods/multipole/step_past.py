@@ -1,4 +1,4 @@
-"""What `multipole_step` reads of sequences that grow."""
+"""The memory of growing sequences that `multipole_step` reads."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _Sizes = dict[str, tuple[int, ...]]
 
 
 class StepPast(WritableState):
-    """Two tensors, [B, H, .], cut into named parts: a step pays for every tensor that it is given.
+    """Two tensors, [B, H, .], divided into named parts, because each tensor passed to a step costs time.
 
     Each [B, H, ...]:
     - keys [clusters, depth], values [clusters, width] (times weight), offset, weight, spread, scatter [clusters]:
-      summaries; begin, size [clusters]: where a cluster's members are
+      summaries; begin, size [clusters]: where a cluster's members begin in `members`, and how many there are
     - labels [ranks]: the cluster that stands for a key, or -1; shares [ranks]: its weight there; members [ranks]: ranks
       sorted by cluster
-    - visible []: clusters that are in use, the first ones
+    - visible []: number of clusters in use; these are the first
     - mean [depth], variance []: of the queries; queries [block, depth]: those of the block that is not complete
     """
 
     def __init__(self, q: Tensor, width: int, block: int) -> None:
-        """Without keys. q: queries (B, H, ., depth) that show sizes, device and type."""
+        """Start without keys. q: queries (B, H, ., depth) whose sizes, device and dtype are used."""
         self.depth, self.width, self.block = q.shape[3], width, block
-        self.clusters = self.ranks = 0  # that there is room for
+        self.clusters = self.ranks = 0  # numbers that there is room for
         self.reals, self.ints = self._room(q)
 
     def part(self, name: str) -> Tensor:
-        """A view of a part."""
+        """Return a view of a part."""
         return self.parts()[name]
 
     def parts(self) -> dict[str, Tensor]:
-        """Views of all of them."""
+        """Return views of all parts."""
         found: dict[str, Tensor] = {}
         for store, sizes in zip((self.reals, self.ints), self._sizes(), strict=True):
             pieces = store.split([math.prod(size) for size in sizes.values()], dim=2)
@@ -45,7 +45,7 @@ class StepPast(WritableState):
         return found
 
     def make_room(self, clusters: int, ranks: int) -> None:
-        """For so many, and a quarter more than before where that is not enough."""
+        """Make room for this many clusters and ranks; what grows, grows by at least a quarter."""
         if clusters <= self.clusters and ranks <= self.ranks:
             return
         before = self.parts()
@@ -64,13 +64,13 @@ class StepPast(WritableState):
                 x[:, :, old.shape[2] :] = -1
 
     def of(self, items: slice) -> StepPast:
-        """The same of some items of the batch."""
+        """Return the past of some items of the batch, which shares memory with this one."""
         some = copy(self)
         some.reals, some.ints = self.reals[items], self.ints[items]
         return some
 
     def select(self, items: Tensor) -> None:
-        """Go on with these items, in this order; an item may appear again."""
+        """Keep these items, in this order; an item may appear several times."""
         self.reals, self.ints = (x.index_select(0, items) for x in (self.reals, self.ints))
 
     def _room(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class StepPast(WritableState):
         return like.new_zeros(*like.shape[:2], reals), like.new_zeros(*like.shape[:2], ints, dtype=torch.int32)
 
     def _sizes(self) -> tuple[_Sizes, _Sizes]:
-        """Of the parts, in their order in memory, which the kernel knows, too."""
+        """Return the sizes of the parts, in their order in memory, which must match StepPast in multipole/call.h."""
         rows, ranks = (self.clusters,), (self.ranks,)
         reals: _Sizes = {
             "keys": (*rows, self.depth), "values": (*rows, self.width), "offset": rows, "weight": rows, "spread": rows,

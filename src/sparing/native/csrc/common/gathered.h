@@ -1,5 +1,5 @@
-// Products of one query with gathered rows, and weighted sums of such rows, which may be of 16 bits. The entries of a
-// row are in the lanes.
+// Products of one query with gathered rows, and weighted sums of such rows. Entries may have 16 bits. The
+// entries of a row are in the lanes.
 #pragma once
 
 #include "common/rows.h"
@@ -8,7 +8,7 @@
 
 namespace sparing::SPARING_ISA {
 
-// The sum of all lanes in log2(lanes) steps.
+// Returns the sum of all lanes in log2(lanes) steps.
 template <class T>
 SPARING_INLINE T sum_in_halves(Vec<T> x) {
   T part[lanes<T>];

@@ -75,7 +75,8 @@ void product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64_t co
   }
 }
 
-// The same for a long sum over k (see sums.h). The rest of an entry of `out` is `rest` entries after it.
+// Computes the same product with a long sum over k (see sums.h). The rest of an entry of `out` is `rest` entries after
+// it.
 template <class T>
 void long_product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64_t columns, T* out, int64_t out_row,
                   int64_t rest) {
@@ -87,7 +88,7 @@ void long_product(Strided<T> a, int64_t count, int64_t depth, Panels<T> b, int64
   });
 }
 
-// One row of a matrix in panels of `depth` rows; zeros beyond its `width` entries.
+// Packs row k of a matrix into panels of `depth` rows, with zeros beyond its `width` entries.
 template <class T>
 void pack_row(const T* row, int64_t width, int64_t k, int64_t depth, T* panels) {
   for (int64_t j = 0; j < width; j += kPanel<T>) {
@@ -96,7 +97,7 @@ void pack_row(const T* row, int64_t width, int64_t k, int64_t depth, T* panels) 
   }
 }
 
-// One column of such a matrix, times a factor; zeros if `column` is null.
+// Packs column j of such a matrix, times a factor; zeros if `column` is null.
 template <class T>
 void pack_column(const T* column, T factor, int64_t j, int64_t depth, T* panels) {
   T* to = panels + j / kPanel<T> * kPanel<T> * depth + j % kPanel<T>;

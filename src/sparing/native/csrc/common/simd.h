@@ -68,7 +68,7 @@ SPARING_INLINE T sum(Vec<T> x) {
   return total;
 }
 
-// Each lane holds two 16-bit integers: a0 b0 + a1 b1
+// Returns a0 b0 + a1 b1 in each lane, for the two 16-bit integers that a lane of a and b holds.
 SPARING_INLINE Vec<int32_t> pair_products(Vec<int32_t> a, Vec<int32_t> b) {
 #if defined(SPARING_AVX512)
   return reinterpret_cast<Vec<int32_t>>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
@@ -88,7 +88,7 @@ SPARING_INLINE T largest(Vec<T> x) {
   return top;
 }
 
-// Whether any lane of a comparison is true.
+// Returns whether any lane of a comparison is true.
 template <class T>
 SPARING_INLINE bool any(IntVec<T> mask) {
   Int<T> seen = 0;

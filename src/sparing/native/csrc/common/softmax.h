@@ -27,7 +27,7 @@ struct Block {
 
   void use(int64_t queries) { used = padded<T>(queries); }
 
-  // Multiplies all sums of the vector of lanes at r.
+  // Multiplies all sums of the vector of lanes at r by `factor`.
   SPARING_INLINE void shrink(int r, Vec<T> factor) {
     for (int i = 0; i < 2; ++i) store<T>(total + i * kRows + r, load<T>(total + i * kRows + r) * factor);
     for (int64_t e = 0; e < 2 * width; ++e) store<T>(sums + e * kRows + r, load<T>(sums + e * kRows + r) * factor);
@@ -100,7 +100,7 @@ SPARING_INLINE Range seen_by_strip(const Mask& mask, int64_t count, int first_la
     return {0, count};
 }
 
-// Scores of the keys in `range` for one strip of lanes, -inf where a lane does not see the key.
+// Computes the scores of the keys in `range` for one strip of lanes, -inf where a lane does not see the key.
 template <class T, class Mask>
 SPARING_INLINE void masked_scores(Block<T>& block, const T* const* keys, Range range, int strip, const Mask& mask) {
   dots_strip<T>(keys + range.begin, range.end - range.begin, block.depth, block.queries + strip,
@@ -144,13 +144,13 @@ void absorb(Block<T>& block, const T* const* keys, const T* const* values, int64
   }
 }
 
-// 1 / total, or 0 for a query that sees nothing.
+// Returns 1 / total, or 0 for a query that sees nothing.
 template <class T>
 SPARING_INLINE T inverse_of(T total) {
   return total == T(0) ? T(0) : T(1) / total;
 }
 
-// -inf for a query that sees nothing.
+// Returns the log-sum-exp of a query's scores, -inf if it sees nothing.
 template <class T>
 SPARING_INLINE T log_sum_exp(T top, T total) {
   return total == T(0) ? kNever<T> : T(__builtin_log(double(total)) + double(top));

@@ -23,16 +23,16 @@ struct QueryBlock {
 };
 
 template <class T>
-int64_t softmax_blocks(const SoftmaxCall<T>& call) {  // of one head
+int64_t softmax_blocks(const SoftmaxCall<T>& call) {  // blocks of queries of one head
   return (call.queries + kRows - 1) / kRows;
 }
 
 template <class T>
-int64_t softmax_tasks(const SoftmaxCall<T>& call, bool backward) {  // blocks; backward: heads
+int64_t softmax_tasks(const SoftmaxCall<T>& call, bool backward) {  // one per block of queries; backward: one per head
   return call.items * call.heads * (backward ? 1 : softmax_blocks(call));
 }
 
-// Working memory in entries of T, without the spare memory of tiles(), which comes after it.
+// Returns the working memory in entries of T, without the spare memory of tiles(), which comes after it.
 template <class T>
 int64_t driver_scratch(const SoftmaxCall<T>& call, bool backward) {
   const int64_t grads = backward ? 2 * call.keys * (padded<T>(call.depth) + padded<T>(call.width)) : 0;

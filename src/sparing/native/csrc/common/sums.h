@@ -22,7 +22,8 @@ struct Running {
   }
 };
 
-// The same in memory. The rest of a sum is `rest` entries after it; 0: no compensation, for sums of few terms.
+// Adds to a running sum in memory. The rest of a sum is `rest` entries after it; 0: no compensation, for sums of few
+// terms.
 template <class T>
 SPARING_INLINE void add_to(T* sum, int64_t rest, Vec<T> x) {
   if (!rest) return store<T>(sum, load<T>(sum) + x);
@@ -37,7 +38,7 @@ SPARING_INLINE void in_runs(int64_t count, int64_t most, const Visit& visit) {
   for (int64_t begin = 0; begin < count; begin += most) visit(begin, begin + most < count ? begin + most : count);
 }
 
-// The sum of term(i), a number or a vector, over i = 0, step, 2 step, ... below `count`.
+// Returns the sum of term(i), a number or a vector, over i = 0, step, 2 step, ... below `count`.
 template <class V, class Term>
 SPARING_INLINE V long_sum(int64_t count, int64_t step, const Term& term) {
   Running<V> total;

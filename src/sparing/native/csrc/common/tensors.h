@@ -68,7 +68,7 @@ inline void check_sizes(const char* name, const Tensor& tensor, std::initializer
   STD_TORCH_CHECK(fits, name, " does not have the sizes that the other arguments imply");
 }
 
-// [items, heads, tokens, width]; the entries of a token must be contiguous.
+// Checks a tensor [items, heads, tokens, width], in which the entries of a token must be contiguous.
 template <class T>
 Tokens<const T> tokens(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
                        int64_t width) {
@@ -79,7 +79,7 @@ Tokens<const T> tokens(const char* name, const Tensor& tensor, int64_t items, in
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// A contiguous tensor of these sizes.
+// Checks that a tensor is contiguous and has these sizes, and returns its data.
 template <class T>
 const T* packed(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
   STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");

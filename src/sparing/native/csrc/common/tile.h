@@ -34,7 +34,7 @@ SPARING_INLINE void dot_tile(const T* const* rows, int64_t depth, const T* colum
     for (int j = 0; j < wide; ++j) store<T>(out + i * kRows + j * lanes<T>, sums[i][j]);
 }
 
-// sums[i][lane] += sum_k rows[k][first + i] columns[k][lane] for i < M, for kWide vectors of lanes
+// out[i][lane] += sum_k rows[k][first + i] columns[k][lane] for i < M, for kWide vectors of lanes
 template <class T, int M>
 SPARING_INLINE void sum_tile(const T* const* rows, int64_t first, int64_t count, const T* columns, T* out,
                              int64_t rest) {
@@ -52,7 +52,7 @@ SPARING_INLINE void sum_tile(const T* const* rows, int64_t first, int64_t count,
     for (int j = 0; j < kWide; ++j) add_to<T>(out + i * kRows + j * lanes<T>, rest, sums[i][j]);
 }
 
-// rows[i][first ...] += sum_r weights[i][r] points[r][first ...] for i < M, for kWide vectors of the points' entries
+// rows[i][e] += sum_r weights[i][r] points[r][e] for i < M and r < count, for kWide vectors of entries e
 template <class T, int M>
 SPARING_INLINE void spread_tile(const T* weights, int64_t count, const T* points, int64_t stride, T* const* rows,
                                 int64_t rest) {
@@ -99,13 +99,13 @@ void weighted_sums_strip(const T* const* rows, int64_t count, int64_t width, con
   in_tiles<kDeep>(width, [&]<int M>(int64_t e) { sum_tile<T, M>(rows, e, count, weights, sums + e * kRows, rest); });
 }
 
-// The same for the first `used` columns, a multiple of the strip.
+// dots_strip() for the first `used` columns, a multiple of the strip.
 template <class T>
 void dots(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used = kRows) {
   for (int64_t r = 0; r < used; r += kStrip<T>) dots_strip<T>(rows, count, depth, columns + r, scores + r);
 }
 
-// The same for the first `used` columns, rounded up to a vector instead of a strip.
+// dots() for the first `used` columns, rounded up to a vector instead of a strip.
 template <class T>
 void dots_narrow(const T* const* rows, int64_t count, int64_t depth, const T* columns, T* scores, int64_t used) {
   int64_t r = 0;

@@ -45,7 +45,7 @@ SPARING_INLINE Vec<Wide<E>> load_wide(const E* p) {
   }
 }
 
-// Rounds to the nearest number of type E, ties to even.
+// Rounds x to the nearest number of the type of *out, ties to even.
 SPARING_INLINE void narrow(float x, float* out) { *out = x; }
 SPARING_INLINE void narrow(double x, double* out) { *out = x; }
 SPARING_INLINE void narrow(float x, BFloat16* out) {

@@ -16,7 +16,7 @@ inline constexpr int64_t kWord = 32;     // rows whose signs fill a word
 inline constexpr int64_t kSlots = 256;   // slots of a forward task
 inline constexpr int64_t kTokens = 256;  // tokens of a backward task
 inline constexpr int64_t kMaxWords = kSlots / kWord;
-inline constexpr int64_t kFolded = 16 * kWord;  // tokens that are summed plainly
+inline constexpr int64_t kFolded = 16 * kWord;  // tokens that are summed without compensation
 template <class T>
 inline constexpr int64_t kColumns = 128 / int64_t(sizeof(T));  // columns at a time: the sums of 32 rows fill 16 KiB
 
@@ -49,7 +49,7 @@ void tabulate(const T* const* rows, int64_t first, int64_t width, T* sums) {
   }
 }
 
-// out[i][column] += the signed sum that the bits of words[i] select, for M consecutive results; summed plainly
+// out[i][column] += the signed sum that the bits of words[i] select, for M consecutive results; without compensation
 template <class T, int M>
 SPARING_INLINE void look_up(const T* sums, const uint32_t* words, T* out, int64_t stride) {
   constexpr int kVectors = int(kColumns<T>) / lanes<T>;
@@ -125,7 +125,7 @@ template <class T>
 void signs_forward(const Signs<T>& call, int64_t begin, int64_t end, T* scratch) {
   const int64_t stride = in_strips<T>(call.width), blocks = (call.slots + kSlots - 1) / kSlots;
   const int64_t entries = kSlots * stride;
-  // `out` sums over some tokens, `every` over all of them, with rests: two levels, as in sums.h.
+  // Two levels, as in sums.h: `out` sums up to kFolded tokens plainly, `every` adds these sums up with compensation.
   T *sums = scratch, *out = scratch + kWord / 4 * 16 * kColumns<T>, *every = out + entries;
   const T size = sign_size(call);
   for (int64_t task = begin; task < end; ++task) {

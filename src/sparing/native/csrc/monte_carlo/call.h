@@ -4,7 +4,7 @@
 
 namespace sparing {
 
-// The rows of a token's hidden state and of its value.
+// Where a token is: the row of its hidden state in `x`, and of its value in `out`, `counts` and `ranks`.
 struct TokenSlot {
   int64_t token, value;
 };
@@ -14,20 +14,20 @@ template <class T>
 struct SampledProjection {
   const T* x;              // [items][tokens][features]
   const T* weight;         // [heads][width][features]
-  const T* bias;           // [heads][width]; null: none
-  const int64_t* counts;   // [items][heads][tokens] samples of a token, from 0 to `features`, which is exact
+  const T* bias;           // [heads][width]; null: no bias
+  const int64_t* counts;   // [items][heads][tokens] number of samples of a token; `features` means exact
   const int64_t* ranks;    // [items][heads][tokens] index of a token's list of samples
   const int64_t* streams;  // [heads]
   int64_t items, heads, tokens, features, width;
   uint64_t seed;
   uint32_t purpose;
   bool shared, stratified;
-  const TokenSlot* order;  // [heads][items * tokens], by falling count
+  const TokenSlot* order;  // [heads][items * tokens], by decreasing count
   const int64_t* most;     // [heads], the largest count below `features`
   // Prepared for each head: rows of W, and how to draw them.
-  T* rows;     // [heads][row_entries]
-  T* listed;   // the same, of the shared list's features, divided by their probability; null: every token has a list
-  T* inverse;  // [heads][features], 1 / p
+  T* rows;    // [heads][row_entries]
+  T* listed;  // the same for the features of the shared list, divided by their probability; null: each token has a list
+  T* inverse;       // [heads][features], 1 / p
   double* ladder;   // [heads][features], p(0) + ... + p(k)
   int32_t* starts;  // [heads][kStarts], where to start the search in it
   int32_t* list;    // [heads][features], the shared list
@@ -37,16 +37,16 @@ struct SampledProjection {
 // Tokens of one head that one task projects.
 struct TokenChunk {
   int64_t head, first, count;  // positions first .. first + count - 1 in the head's order
-  int64_t samples;             // of the first token, which has the most
+  int64_t samples;             // samples of the first token, which has the most
 };
 
 inline constexpr int64_t kStarts = 4097;
 
 template <class T>
 struct ProjectionKernels {
-  int64_t chunk;                                        // tokens of a task, at most
-  int64_t (*row_entries)(const SampledProjection<T>&);  // of `rows`, per head
-  int64_t (*scratch)(const SampledProjection<T>&);      // entries of T, for either step
+  int64_t chunk;                                        // largest number of tokens in a task
+  int64_t (*row_entries)(const SampledProjection<T>&);  // entries of `rows` per head
+  int64_t (*scratch)(const SampledProjection<T>&);      // working memory of either step, in entries of T
   void (*prepare)(const SampledProjection<T>&, int64_t first_head, int64_t last_head, T* scratch);
   void (*project)(const SampledProjection<T>&, const TokenChunk*, T* scratch);
 };

@@ -58,7 +58,7 @@ Arrangement arrange(const SampledProjection<T>& call, int64_t chunk) {
   found.order.resize(size_t(call.heads * all));
   for (int64_t head = 0; head < call.heads; ++head) {
     const auto value = [&](int64_t item, int64_t token) { return (item * call.heads + head) * call.tokens + token; };
-    std::vector<int64_t> begins(size_t(d) + 2, 0);  // of the tokens with d samples, with d - 1, ...
+    std::vector<int64_t> begins(size_t(d) + 2, 0);  // where the tokens with d samples begin, those with d - 1, ...
     for (int64_t i = 0; i < call.items; ++i)
       for (int64_t j = 0; j < call.tokens; ++j) ++begins[size_t(d - call.counts[value(i, j)] + 1)];
     const int64_t exact = begins[1];

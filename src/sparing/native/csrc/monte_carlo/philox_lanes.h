@@ -9,7 +9,7 @@ namespace sparing::SPARING_ISA {
 inline constexpr int kDrawn = 64;
 
 inline void philox(uint64_t seed, uint32_t stream, uint32_t purpose, uint64_t first, int64_t count, uint32_t* out) {
-  constexpr int kBlocks = kDrawn / 4;  // counters at a time; plain loops over them become vectors
+  constexpr int kBlocks = kDrawn / 4;  // counters at a time; compilers vectorise plain loops over them
   uint64_t block = first >> 2;
   int64_t skip = int64_t(first & 3);
   for (int64_t done = 0; done < count; block += kBlocks) {
@@ -21,7 +21,7 @@ inline void philox(uint64_t seed, uint32_t stream, uint32_t purpose, uint64_t fi
     }
     uint32_t low = uint32_t(seed), high = uint32_t(seed >> 32);
     for (int round = 0; round < 10; ++round) {
-#pragma GCC unroll 1  // unrolled, it would not become vectors
+#pragma GCC unroll 1  // unrolled, it would not be vectorised
       for (int i = 0; i < kBlocks; ++i) {
         const uint64_t p = uint64_t(a[i]) * 0xD2511F53u, q = uint64_t(c[i]) * 0xCD9E8D57u;
         a[i] = uint32_t(q >> 32) ^ b[i] ^ low;

@@ -16,8 +16,8 @@ namespace sparing::SPARING_ISA {
 // The working memory of a chunk of tokens.
 template <class T>
 struct Samples {
-  T* amounts;      // [kRows * features], of each draw: x[s] / p(s)
-  Int<T>* picks;   // the same: s
+  T* amounts;      // [kRows * features] x[s] / p(s) of each draw
+  Int<T>* picks;   // [kRows * features] s of each draw
   Int<T>* begins;  // [kRows][groups + 1], where the draws of a group of features begin
   T* sums;         // [kRows][kColumnVectors vectors]
   int32_t* found;  // [features], the draws of one token, in their order
@@ -98,7 +98,7 @@ void add_groups(const Samples<T>& samples, int64_t tokens, int64_t groups, const
     }
 }
 
-// Tokens that each have their own list.
+// Projects tokens that each have their own list of samples.
 template <class T>
 void project_own(const SampledProjection<T>& call, const TokenChunk& chunk, const Samples<T>& samples) {
   const int64_t groups = feature_groups(call);
@@ -164,7 +164,8 @@ SPARING_INLINE void prefix_tile(const T* const* x, const int32_t* list, int64_t 
     for (int j = 0; j < V; ++j) store<T>(sums + i * width + j * lanes<T>, total[i][j]);
 }
 
-// Up to kDeep tokens by falling count: together as far as all have samples, then one by one.
+// Computes the sums of up to kDeep tokens, sorted by decreasing count: together as far as all have samples, then one by
+// one.
 template <class T, int V>
 SPARING_INLINE void prefix_sums(const T* const* x, const int64_t* counts, int64_t tokens, const int32_t* list,
                                 const T* rows, T* sums) {
@@ -179,7 +180,8 @@ SPARING_INLINE void prefix_sums(const T* const* x, const int64_t* counts, int64_
     if (counts[i] > common) prefix_tile<T, 1, V>(x + i, list, common, counts[i], rows, width, sums + i * width);
 }
 
-// Tokens that use the first features of one list, each as many as it has samples, or all features without a list.
+// Projects tokens that use the first features of one list, each as many as it has samples, or all features if there is
+// no list.
 template <class T>
 void project_together(const SampledProjection<T>& call, const TokenChunk& chunk, const Samples<T>& samples,
                       const int32_t* list) {

@@ -16,7 +16,7 @@ inline constexpr int64_t kGroup =
 
 template <class T>
 struct Panel {
-  int64_t first, width;  // of the head's columns; the width is 2, 4 or 8 vectors, with zeros at the end
+  int64_t first, width;  // first column of the head, and columns: 2, 4 or 8 vectors, padded with zeros
 };
 
 template <class T>
@@ -50,7 +50,7 @@ SPARING_INLINE void each_panel(const SampledProjection<T>& call, T* rows, int64_
   }
 }
 
-// The distribution of a head's features: p(k) = |W[k]|^2 / |W|_F^2.
+// Computes the distribution of a head's features: p(k) = |W[k]|^2 / |W|_F^2.
 template <class T>
 void projection_law(const SampledProjection<T>& call, int64_t head) {
   const int64_t d = call.features;
@@ -90,7 +90,7 @@ void projection_law(const SampledProjection<T>& call, int64_t head) {
     ladder[k] = sum;
   }
   for (int64_t k = 0; k < d; ++k) ladder[k] /= sum < tiny ? tiny : sum;
-  ladder[d - 1] = __builtin_inf();  // every search ends
+  ladder[d - 1] = __builtin_inf();  // so that every search ends
   int32_t* starts = call.starts + head * kStarts;
   int64_t k = 0;
   for (int64_t b = 0; b < kStarts; ++b) {

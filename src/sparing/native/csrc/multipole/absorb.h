@@ -59,7 +59,7 @@ inline void MultipoleBlock<T>::absorb_exact(const Exact<T>& some, const T* shift
       store<Int<T>>(met + r, hits);
       Vec<T> top = load<T>(block.top + r), total{};
       if (held<T>(high > top + kFar<T>)) {
-        // Only in lanes that need it, so that no lane's rounding depends on its neighbours.
+        // Rescale only the lanes that need it, so that no lane's rounding depends on its neighbours.
         const Vec<T> higher = high > top + kFar<T> ? high : top, by = higher == kNever<T> ? Vec<T>{} : higher;
         block.shrink(r, exponential(top - by));
         top = higher;

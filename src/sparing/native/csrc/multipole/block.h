@@ -13,10 +13,10 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct NearMask {
   static constexpr bool masks = true;
-  const Int<T>* place;                // of the keys
-  const Int<T>*own, *seen;            // of the lanes
-  Int<T> before, after, sinks, tail;  // tail: last keys that all lanes read
-  Int<T> from;                        // all keys from here on are exact; causal
+  const Int<T>* place;                // ranks of the keys
+  const Int<T>*own, *seen;            // [kRows] rank of a query's own key, and how many keys it sees
+  Int<T> before, after, sinks, tail;  // tail: number of last keys that all lanes read
+  Int<T> from;                        // causal: all keys from this rank on are exact
 
   SPARING_INLINE IntVec<T> operator()(int64_t c, int r) const {
     const IntVec<T> mine = load<Int<T>>(own + r), end = load<Int<T>>(seen + r);
@@ -50,14 +50,14 @@ template <class T>
 struct MultipoleBlock {
   const Multipole<T>& call;
   MultipoleMemory<T>& memory;
-  int64_t item, head, unit, first, count;  // first query
+  int64_t item, head, unit, first, count;  // first: the first query
   Int<T> own[kRows] = {}, seen[kRows] = {};
   int64_t shown = 0;                               // clusters that the block sees
-  int64_t members = 0;                             // and how many keys are in them
+  int64_t members = 0;                             // keys in these clusters
   int64_t slots = 0;                               // clusters that have members nearby
-  int64_t low = 0, high = -1;                      // keys nearby
-  Int<T> from = 0;                                 // causal: all keys from here on are exact
-  T near_top[kRows] = {}, near_total[kRows] = {};  // of the keys nearby, if there is a tolerance
+  int64_t low = 0, high = -1;                      // ranks of the first and the last key nearby
+  Int<T> from = 0;                                 // causal: all keys from this rank on are exact
+  T near_top[kRows] = {}, near_total[kRows] = {};  // largest score and mass of the keys nearby; with a tolerance only
   T least[kRows] = {};                             // what a cluster must be worth to be expanded
   T light[kRows] = {};                             // summaries of less mass are left out
 
@@ -86,7 +86,7 @@ struct MultipoleBlock {
   void sound(T* alarm) const;
   // Computes the scores of all summaries, in memory.scores.
   void score();
-  // Returns the mean scatter of the keys in clusters.
+  // Returns the scatter of the clusters that the block sees, averaged over their keys.
   T usual_scatter() const;
   // Returns what a cluster must be worth per key, in units of the squared mass of all keys.
   T bound() const;

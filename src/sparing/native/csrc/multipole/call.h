@@ -28,7 +28,7 @@ struct MetricRows {
   Tokens<const T> k;
   const double*
       factor;  // [items][heads][chunks][depth][depth], transposed: row c holds the factors of entry c, from c on
-  const uint8_t* valid;  // [items][chunks][size]; zeros for the others
+  const uint8_t* valid;  // [items][chunks][size]; rows of other keys become zeros
   int64_t items, heads, chunks, size, depth, limit;
   float* out;  // [items][heads][chunks][size][depth]
 };
@@ -44,12 +44,12 @@ template <class T>
 struct Poles {
   Tokens<const T> k, v;
   const int64_t* labels;       // [items][heads][keys], -1 for none
-  const T *mean, *covariance;  // [items][heads][chunks][depth], [...][depth][depth] of the queries
+  const T *mean, *covariance;  // mean [items][heads][chunks][depth] and covariance [...][depth][depth] of queries
   int64_t items, heads, keys, depth, width;
-  int64_t clusters, chunks;         // clusters of a chunk
-  T scale, faintest, nothing;       // least log-weight, and least spread that is not taken for zero
+  int64_t clusters, chunks;         // clusters per chunk, and chunks
+  T scale, faintest, nothing;       // faintest: least log-weight; nothing: smaller spreads are taken to be zero
   const int32_t *members, *bounds;  // keys sorted by cluster, [items][heads][keys], and where clusters begin
-  T *pole_keys, *pole_values, *offset, *weight, *spread, *scatter;  // as in Multipole; values times weight
+  T *pole_keys, *pole_values, *offset, *weight, *spread, *scatter;  // as in Multipole
   T* shares;                                                        // [items][heads][keys]
 };
 
@@ -74,7 +74,7 @@ template <class T>
 struct Multipole {
   Tokens<const T> q, k, v;
   int64_t items, heads, queries, keys, depth, width;
-  int64_t clusters;                             // of all levels
+  int64_t clusters;                             // clusters of all levels
   const int64_t *seen, *own;                    // [items][queries]
   const T *mean, *variance;                     // [items][heads][chunks of level 0][depth], [...] of the queries
   int64_t means;                                // chunks of level 0; 0: no summaries
@@ -82,13 +82,13 @@ struct Multipole {
   const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
   Level<T> level[3];
   int64_t levels;
-  const int32_t* bounds;         // [items][heads][clusters + 1] where a cluster's members begin
+  const int32_t* bounds;         // [items][heads][clusters + levels] where members begin; each level ends with its end
   int64_t before, after;         // exact neighbours; -1: none, not even the query's own key
   int64_t sinks, block, budget;  // block: causal, keys of a query's own block; 0 if not causal
   bool second, by_mass;
   T cap, tolerance, scale;
   T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
-  int64_t *read, *summaries;  // [items][heads][queries] how many keys and summaries
+  int64_t *read, *summaries;  // [items][heads][queries] number of keys and of summaries that were read
 };
 
 template <class T>
@@ -98,17 +98,17 @@ struct MultipoleKernels {
   void (*forward)(const Multipole<T>&, int64_t begin, int64_t end, T* scratch);
 };
 
-// What is known of one head's past, in two arrays. Keys are numbered by rank.
+// The keys, clusters and queries of one head's past, in two arrays. Keys are numbered by rank.
 template <class T>
 struct StepPast {
   const T *keys, *values;                       // [clusters][depth], [clusters][width]; values times weight
   const T *offset, *weight, *spread, *scatter;  // [clusters]
   const T* shares;                              // [ranks] weight of a key in its cluster
   const T *mean, *variance;                     // [depth], [1] of the queries
-  T* queries;                                   // [block][depth] of the block that is not complete
-  const int32_t *begin, *size;                  // [clusters] where the members are
-  const int32_t *labels, *members;              // [ranks] cluster of a key, or -1; ranks sorted by cluster
-  const int32_t* visible;                       // [1] clusters
+  T* queries;                                   // [block][depth] queries of the block that is not complete
+  const int32_t *begin, *size;  // [clusters] position of a cluster's first member in `members`, and number of members
+  const int32_t *labels, *members;  // [ranks] cluster of a key, or -1; ranks sorted by cluster
+  const int32_t* visible;           // [1] number of clusters in use
 
   // Always inline: a copy compiled for a wide instruction set must not serve the others.
   __attribute__((always_inline)) static int64_t reals(int64_t clusters, int64_t ranks, int64_t depth, int64_t width,
@@ -131,12 +131,12 @@ struct StepPast {
   }
 };
 
-// Attention of the queries after a past in clusters.
+// Attention of new queries to a past whose keys are in clusters.
 template <class T>
 struct MultipoleStep {
   Tokens<const T> q, k, v;
   int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
-  int64_t clusters, ranks, places;                            // capacities
+  int64_t clusters, ranks, places;                            // room for so many
   const int64_t* place;                                       // [items][places] position of a rank; null: the same
   const int64_t* own;                                         // [items][queries] rank of a query's own key
   T* reals;                                                   // [items][heads][StepPast::reals(...)]

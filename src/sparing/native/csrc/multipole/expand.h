@@ -49,7 +49,8 @@ struct Members {
   const Int<T>* place;  // ascending
   int64_t count;        // at most kRows
 
-  // Leaves out those that are exact for the query anyway; `next` is where those of the last query began.
+  // Leaves out the members with ranks from `begin` to `end`, which the query reads exactly anyway. next: the first of
+  // them; the search starts at that of the query before.
   SPARING_INLINE void leave_out(Int<T> begin, Int<T> end, T* scores, int64_t& next) const {
     while (next > 0 && place[next - 1] >= begin) --next;
     while (next < count && place[next] < begin) ++next;

@@ -1,4 +1,4 @@
-// k-means on rows of integers (kmeans in Python). They fit 16 bits, and sums of products fit 32, so that the
+// k-means on rows of integers (kmeans in Python). Entries fit 16 bits, and sums of products fit 32, so that the
 // result does not depend on the order of summation. Rows are in the lanes, two of their entries in each.
 #pragma once
 
@@ -81,7 +81,7 @@ struct Nearest {
   Vec<int32_t> best[kWide], which[kWide];
 };
 
-// M centres against a strip of rows.
+// Compares M centres with a strip of rows.
 template <int M>
 SPARING_INLINE void meet_centres(const int32_t* centres, const int32_t* norms, int64_t pairs, const int32_t* columns,
                                  int64_t first, Nearest& nearest) {
@@ -105,7 +105,7 @@ SPARING_INLINE void meet_centres(const int32_t* centres, const int32_t* norms, i
 
 inline constexpr int32_t kNoCentre = 1 << 30;  // norm of a centre that is not used; all others are below half of it
 
-// The nearest centre of each of `count` <= kRows rows.
+// Finds the nearest centre of each of `count` <= kRows rows.
 inline void nearest_centres(const KMeans& call, const KMeansMemory& parts, const int32_t* columns, int64_t count,
                             int32_t* nearest) {
   const int64_t pairs = pairs_of(call);

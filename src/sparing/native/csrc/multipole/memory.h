@@ -8,16 +8,16 @@
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int64_t kQueries = 4096;        // queries of a task, at most
-inline constexpr int64_t kExpansions = 1 << 20;  // expansions of a task, at most
+inline constexpr int64_t kQueries = 4096;        // largest number of queries in a task
+inline constexpr int64_t kExpansions = 1 << 20;  // largest number of expansions in a task
 inline constexpr int kChains = 4;                // independent searches, to hide latency
 
 // The sums of some queries so far.
 template <class T>
 struct Absorbed {
-  T *sums, *top, *total;     // [queries][stride], [queries], [queries][lanes]: the sum over lanes counts
+  T *sums, *top, *total;     // [queries][stride], [queries], [queries][lanes]: a total is the sum over lanes
   int64_t stride;            // padded width
-  int64_t rest, total_rest;  // how far after sums and totals their rests are
+  int64_t rest, total_rest;  // distance from sums and totals to their rests, see sums.h
 };
 
 template <class T>
@@ -26,17 +26,17 @@ struct MultipoleMemory {
   T* scores;        // [clusters][kRows]
   T *worth, *left;  // [clusters][lanes] what expanding them is worth to some queries, and how many keys that reads
   T *gone, *gone_weight;                              // [stretch][kRows] members of a cluster that are exact already
-  Absorbed<T> absorbed;                               // by the queries of the task
-  T* values;                                          // [kRows][padded width] of members of a cluster
+  Absorbed<T> absorbed;                               // sums of the queries of the task
+  T* values;                                          // [kRows][padded width] values of some members of a cluster
   T *shift, *missed;                                  // [queries]
-  T* sizes;                                           // [clusters] members
+  T* sizes;                                           // [clusters] number of members
   Int<T>* slot;                                       // [clusters] row of `gone`, or -1
   Int<T>* visible;                                    // [clusters]
   Int<T>*pair_query, *pair_cluster, *sorted, *first;  // expansions; [clusters + 1]
 };
 
 template <class T>
-int64_t multipole_expansions(const Multipole<T>& call) {  // of a query, at most
+int64_t multipole_expansions(const Multipole<T>& call) {  // largest number for one query
   const int64_t most = call.budget < call.clusters ? call.budget : call.clusters;
   return most > 0 ? most : 1;
 }
@@ -50,7 +50,7 @@ int64_t multipole_queries(const Multipole<T>& call) {
 }
 
 template <class T>
-int64_t multipole_stretch(const Multipole<T>& call) {  // keys near a block that may lie in clusters
+int64_t multipole_stretch(const Multipole<T>& call) {  // number of keys near a block that may be in clusters
   const int64_t reach = call.before + (call.after > 0 ? call.after : 0) + kRows + 1;
   return reach < call.keys ? reach : call.keys;
 }

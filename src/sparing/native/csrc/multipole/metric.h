@@ -7,13 +7,13 @@
 
 namespace sparing::SPARING_ISA {
 
-// Multiplies the keys of some chunks by the factor of their metric and rounds them to integers.
 template <class T>
 int64_t metric_scratch(const MetricRows<T>& call) {
   using Factor = Triangle<double>;
   return Factor::entries(call.depth) + Factor::kSome * call.depth + Factor::panels(call.depth) * call.size * kRows;
 }
 
+// Multiplies the keys of some chunks by the factor of their metric and rounds them to integers.
 template <class T>
 void metric_rows(const MetricRows<T>& call, int64_t begin, int64_t end, double* scratch) {
   const int64_t d = call.depth, step = call.size * kRows;

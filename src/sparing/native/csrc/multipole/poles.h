@@ -13,7 +13,7 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct PoleMemory {
   Triangle<T> covariance;  // folded: entries above the diagonal are added to those below
-  T *away, *turned;        // [kSome][depth] keys from their cluster's mean, [panels][kSome][kRows] times covariance
+  T *away, *turned;        // [kSome][depth] keys minus their cluster's mean, [panels][kSome][kRows] times covariance
   T *key, *value;          // [2][depth], [2][width] sums over a cluster, and their rests
 
   int64_t lay_out(const Poles<T>& call, T* memory) {
@@ -114,7 +114,7 @@ void add_spreads(const Poles<T>& call, const PoleMemory<T>& memory, int64_t item
     return k == c ? covariance[k * d + k] : covariance[k * d + c] + covariance[c * d + k];
   });
   int64_t cluster = chunk * call.clusters, owner[Triangle<T>::kSome], summed = -1;
-  Running<T> spread;  // of the cluster `summed`
+  Running<T> spread;  // spread of the cluster `summed`
   const int64_t end = bounds[(chunk + 1) * call.clusters], step = triangle.kSome * kRows;
   for (int64_t first = bounds[cluster]; first < end; first += triangle.kSome) {
     const int64_t count = end - first < triangle.kSome ? end - first : triangle.kSome;

@@ -16,9 +16,9 @@ namespace sparing::SPARING_ISA {
 template <class T>
 struct StepMemory {
   T *score, *mass;         // [clusters] logit of a summary, and exp of it
-  T *worth, *left, *gone;  // [clusters] of expanding it, keys that it takes; weight of members that are nearby
-  T *offered, *price;      // [clusters] the same of those that may be expanded
-  int32_t* which;          // [clusters] and which they are
+  T *worth, *left, *gone;  // [clusters] worth of expanding it, keys that this reads, weight of nearby members
+  T *offered, *price;      // worth and keys of the clusters that may be expanded
+  int32_t* which;          // which clusters these are
   T* weight;               // [rows] logits, then weights
   const T** key;           // [rows]
   const T** value;         // [rows and clusters]
@@ -38,7 +38,7 @@ struct StepMemory {
     return used;
   }
 
-  static int64_t most_rows(const MultipoleStep<T>& call) {  // keys that a query looks at
+  static int64_t most_rows(const MultipoleStep<T>& call) {  // largest number of keys that a query reads
     const int64_t wanted = call.block + call.before + call.sinks + call.budget + 1;
     return wanted < call.keys ? wanted : call.keys;
   }
@@ -51,10 +51,10 @@ struct StepQuery {
   const StepPast<T> past;
   int64_t item, head, own;
   const T* q;
-  int64_t shown;      // clusters
-  int64_t from, low;  // ranks from here on are exact; nearby
-  int64_t rows = 0;   // keys that the query looks at
-  int64_t near = 0;   // of which so many are nearby and in clusters, at the start
+  int64_t shown;      // clusters in use
+  int64_t from, low;  // first ranks of the query's own block, and of the nearby keys
+  int64_t rows = 0;   // keys that the query reads
+  int64_t near = 0;   // the first so many of them are nearby and may be in clusters
   T loud = T(0), shift = T(0), missed = T(0), near_top = T(0);
   T least = T(0);  // what a cluster must be worth to be expanded
   T light = T(0);  // summaries of less mass are left out
@@ -81,7 +81,7 @@ struct StepQuery {
     return x < call.cap ? x : all(call.cap);
   }
 
-  // Scores of all summaries, and what expanding them is worth.
+  // Computes the scores of all summaries, and what expanding them is worth.
   void score() {
     dots_with<T>(q, call.depth, shown, [&](int64_t c) { return past.keys + c * call.depth; }, memory.score);
     for (int64_t c = 0; c < shown; ++c) memory.left[c] = T(past.size[c]), memory.gone[c] = T(0);
@@ -124,7 +124,8 @@ struct StepQuery {
     }
   }
 
-  // The mass of the keys that are read before any cluster is expanded, times exp(-near_top).
+  // Sets near_top, the largest logit of the keys that are read before any cluster is expanded. Returns the mass of
+  // these keys times exp(-near_top).
   T mass_near() {
     near_top = kNever<T>;
     for (int64_t i = 0; i < rows; ++i) near_top = memory.weight[i] > near_top ? memory.weight[i] : near_top;

@@ -8,7 +8,7 @@
 namespace sparing {
 namespace {
 
-// The sum of the squares of all entries from position `from` on.
+// Returns the sum of the squares of all entries at positions from `from` up to but not including `to`.
 template <class T, class Rows>
 double squares(const Rows& rows, int64_t items, int64_t heads, int64_t from, int64_t to, int64_t width) {
   double total = 0;

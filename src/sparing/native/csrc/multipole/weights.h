@@ -1,4 +1,4 @@
-// How scores become weights: what multipole.h and step.h share.
+// How scores become weights, shared by multipole.h and step.h.
 #pragma once
 
 #include "common/simd.h"
@@ -17,7 +17,7 @@ SPARING_INLINE Vec<T> surplus(Vec<T> x) {
   return x < T(0.03) ? small : exponential(x) - T(1);
 }
 
-// The share of the mass of all keys below which summaries are left out, if there is a tolerance.
+// Returns the share of the mass of all keys below which summaries are left out if there is a tolerance.
 template <class T>
 SPARING_INLINE T light_share(T tolerance, int64_t clusters) {
   const T fair = T(1) / T(clusters > 1 ? clusters : 1);

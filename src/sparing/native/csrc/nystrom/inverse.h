@@ -102,12 +102,12 @@ void inverse_backward(const Inverse<T>& call, int64_t begin, int64_t end, T* scr
     for (int64_t j = 0; j < entries; ++j) a_grad[j] = T(0);
     for (int64_t s = call.steps - 1; s >= 0; --s) {
       step.compute(all, a, z(s));
-      all.multiply_turned(z(s), z_grad, grad);  // of 4 * third
+      all.multiply_turned(z(s), z_grad, grad);  // the gradient of 4 * third
       for (int64_t j = 0; j < entries; ++j) grad[j] /= T(4);
       all.turn(step.third, turned);
       all.multiply(z_grad, turned, other);
       for (int64_t j = 0; j < entries; ++j) z_grad[j] = other[j];
-      // 4 third = 13 I - y second, and so on for the inner factors; `grad` holds the signs.
+      // 4 third = 13 I - y second, and the inner factors have the same form: the sign of the gradient alternates.
       all.turn(step.second, turned);
       all.multiply(grad, turned, y_grad);
       all.multiply_turned(step.y, grad, other);  // minus the gradient of second

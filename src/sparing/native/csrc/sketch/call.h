@@ -9,8 +9,8 @@ inline constexpr int64_t kSketchGroup = 16;    // keys whose codes lie together
 inline constexpr int64_t kKeyChannels = 8;     // channels of keys whose codes lie together, in 4 bytes
 inline constexpr int64_t kValueChannels = 16;  // channels of values whose codes lie together
 
-// Attention to keys and values that have a copy of few bits, in blocks. Keys of a large estimated weight are read, the
-// others count by their copies. Keys are numbered by rank: valid ones first.
+// Attention to keys and values that also have a copy of few bits, in blocks. Keys of a large estimated weight are read;
+// the copies stand for the others. Keys are numbered by rank, valid ones first.
 template <class E>
 struct SketchCall {
   using T = Wide<E>;
@@ -18,16 +18,16 @@ struct SketchCall {
   int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
   const int64_t* place;                                       // [items][places] position of a rank; null: the same
   int64_t places;
-  const int64_t *seen, *near;       // [items][queries] keys that a query sees; first of those that it reads in any case
-  int64_t block, blocks, bits;      // keys of a block; room for so many blocks; bits of a value
+  const int64_t *seen, *near;       // [items][queries] keys that a query sees; the first key from which on it reads all
+  int64_t block, blocks, bits;      // keys per block, number of blocks that there is room for, bits per value
   const uint8_t* key_codes;         // [items][key heads][blocks][block / 16][depth / 8, rounded up][16][4]
   const T *key_low, *key_step;      // [items][key heads][blocks][depth]: a key is about low + step * code
   const uint8_t* value_codes;       // [items][key heads][blocks][block / 16][lanes of bytes][8][16][2], see values.h
   const T *value_low, *value_step;  // [items][key heads][blocks][width]
-  int64_t sinks;                    // first keys that are read in any case
-  T tolerance, scale;               // share of a query's weight from which on a key is read
+  int64_t sinks;                    // number of first keys that are always read
+  T tolerance, scale;               // tolerance: a key with at least this share of a query's weight is read
   E* out;                           // [items][heads][queries][width]
-  T *lse, *error, *read;            // [items][heads][queries]; read: keys
+  T *lse, *error, *read;            // [items][heads][queries]; read: number of keys
 };
 
 template <class E>

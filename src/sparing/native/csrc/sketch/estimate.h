@@ -7,7 +7,7 @@
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int64_t kMostChunks = 8;  // of 8 channels, whose products fit into 16 bits: 8 * 2 * 15 * 127 < 2^15
+inline constexpr int64_t kMostChunks = 8;  // chunks whose sums of products fit 16 bits: 8 * 2 * 15 * 127 < 2^15
 
 // totals[i] = sum over the channels of code * whole, for the 16 keys of a group. codes: [chunks][16][4], low half of a
 // byte first; whole: [chunks][8], those of the low halves first.
@@ -67,16 +67,16 @@ SPARING_INLINE void code_products(const uint8_t* codes, const int8_t* whole, int
 #endif
 }
 
-// What a query makes of one block of keys.
+// How the logits of one query with the keys of one block are estimated.
 template <class T>
 struct Estimate {
   T base, unit;  // the logit of a key is about base + unit * (product of its codes)
-  T sigma;       // standard deviation of the error of that
+  T sigma;       // standard deviation of the error of this estimate
 };
 
-// Rounds scaled * step to 8 bits. scaled: the query times the scale; products, whole: working memory of `depth`, and of
-// `chunks` * 8 entries, zero from `depth` on. What rounding leaves out of a product is added for a code of 7.5, the
-// middle of its range.
+// Rounds scaled * step to 8 bits, in `whole`. scaled: the query times the scale. products: working memory of `depth`
+// entries. whole: entries for whole chunks of channels, zero from `depth` on. The estimate is corrected for this
+// rounding as if all codes were 7.5, the middle of their range.
 template <class T>
 SPARING_INLINE Estimate<T> round_query(const T* scaled, const T* low, const T* step, int64_t depth, T* products,
                                        int8_t* whole) {
@@ -98,7 +98,7 @@ SPARING_INLINE Estimate<T> round_query(const T* scaled, const T* low, const T* s
   }
   const T most = largest<T>(tops);
   top = most > top ? most : top;
-  constexpr T kSmall = sizeof(T) == 4 ? T(0x1p-100) : T(0x1p-900);  // logits of less are zero to any weight
+  constexpr T kSmall = sizeof(T) == 4 ? T(0x1p-100) : T(0x1p-900);  // smaller logits change no weight
   const T unit = top < kSmall ? T(0) : top / kWhole, inverse = top < kSmall ? T(0) : kWhole / top;
   for (d = 0; d + lanes<T> <= depth; d += lanes<T>) {
     const Vec<T> w = load<T>(products + d), y = w * inverse, n = (y + kRound) - kRound;

@@ -1,5 +1,5 @@
 // Attention to few keys that are read, and to copies of few bits of the others (sketch in Python). One query at a
-// time: estimates of all logits, then the keys whose share of the weight is large, then the rest from the copies.
+// time: all logits are estimated, then keys whose share of the weight is large are read, and copies give the rest.
 #pragma once
 
 #include "common/gathered.h"
@@ -13,11 +13,12 @@
 
 namespace sparing::SPARING_ISA {
 
-// The largest variance of a logit that its weight is corrected for.
+// Weights are corrected for the variance of their logits, up to this variance.
 template <class T>
 inline constexpr T kMostVariance = T(4);
 
-// Groups of less than this share of the weight, divided by their number, are left out.
+// A group of keys is left out if its weight is at most this share of the weight of the keys that are read, divided by
+// the number of groups.
 template <class T>
 inline constexpr T kLight = T(0x1p-20);
 
@@ -25,8 +26,8 @@ template <class E>
 struct SketchMemory {
   using T = Wide<E>;
   T *scaled, *products;     // [depth] the query times the scale, and times the steps of a block
-  int8_t *whole, *rounded;  // [depth, rounded up] of the query; [16] of weights
-  T* logits;                // [keys of blocks]; -inf for those that are read
+  int8_t *whole, *rounded;  // [depth, rounded up] the query in integers; [16] weights in integers
+  T* logits;                // [keys in blocks] estimates; -inf for keys that are read
   T *sigma, *fade;         // [blocks] standard deviation of the errors of logits, and the factor that corrects for them
   T *sums, *total;         // [width, rounded up] products of codes in a block; the output
   T* weight;               // [keys] logits of keys that are read, then weights
@@ -60,7 +61,7 @@ struct SketchQuery {
   const SketchCall<E>& call;
   SketchMemory<E>& memory;
   int64_t item, head, kv, seen, near;
-  int64_t blocks;    // that hold keys before `near`
+  int64_t blocks;    // blocks that hold keys before `near`
   int64_t rows = 0;  // keys that are read
 
   void look_at(int64_t rank) {
@@ -71,7 +72,7 @@ struct SketchQuery {
 
   int64_t unit() const { return item * (call.heads / call.groups) + kv; }
 
-  // Logits of all keys in blocks; those that are read in any case, or lie beyond, get none. Returns the largest.
+  // Estimates the logits of all keys in blocks, -inf for those that are always read. Returns the largest.
   T estimate() {
     const int64_t chunks = SketchMemory<E>::chunks(call), groups = call.block / kSketchGroup;
     T top = kNever<T>;
@@ -114,7 +115,7 @@ struct SketchQuery {
     return found < kMostVariance<T> ? found : kMostVariance<T>;
   }
 
-  // The sum of exp(logit - top) of all keys in blocks, each block times its factor.
+  // Returns the sum of exp(logit - top) over all keys in blocks, each block times its factor `fade`, which is set here.
   T weigh_blocks(T top) {
     Running<T> total;
     for (int64_t b = 0; b < blocks; ++b) {
@@ -127,7 +128,7 @@ struct SketchQuery {
     return total.sum;
   }
 
-  // The sum of exp(logit - top) of the keys that are read.
+  // Turns the logits of the keys that are read into weights, exp(logit - top), and returns their sum.
   T weigh_rows(T top) {
     return sum_in_halves<T>(long_sum<Vec<T>>(rows, lanes<T>, [&](int64_t i) {
       Vec<T> logits = load<T>(memory.weight + i);
@@ -144,8 +145,8 @@ struct SketchQuery {
     return top;
   }
 
-  // Puts the keys whose logit is at least `bar`, or may be but for the noise, to those that are read. Returns the
-  // largest logit of the others.
+  // Adds the keys whose estimated logit is at least `bar`, less one standard deviation of its error, to those that are
+  // read. Returns the largest estimate of the others.
   T choose(T bar) {
     Vec<T> tops = all(kNever<T>);
     for (int64_t b = 0; b < blocks; ++b) {
@@ -164,8 +165,8 @@ struct SketchQuery {
     return largest<T>(tops);
   }
 
-  // Adds the copies of the values of a block to `total`, and returns their weight. lightest: groups of less weight are
-  // left out. missed: their predicted squared error is added to it. Weights are those of exp(logit - top).
+  // Adds the copies of the values of a block, with weights fade * exp(logit - top), to `total`, and returns the sum of
+  // these weights. Groups of a weight up to `lightest` are left out. Adds the predicted squared error to `missed`.
   template <int bits>
   T add_block(int64_t b, T top, T lightest, T& missed) {
     constexpr T kMiddle = T((1 << bits) - 1) / 2;
