@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
     Figure = Any  # matplotlib is an extra; only `drawn` imports it
 
-#: Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; black stands for exact attention.
+#: Okabe and Ito's palette, which is safe for colour-blind readers; black stands for exact attention.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#F0E442")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PAPER: dict[str, Any] = {
@@ -21,7 +21,7 @@ PAPER: dict[str, Any] = {
     "color": "black",
     "markersize": 7,
     "zorder": 5,
-}  #: its values
+}  #: the look of the paper's values
 
 
 def style(number: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def style(number: int) -> dict[str, Any]:
 
 
 def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float] = (5.0, 3.8)) -> Sequence[Any]:
-    """Return axes in a grid, row by row; size: of one, in inches."""
+    """Return axes in a grid, row by row; size: that of one, in inches."""
     figure.set_size_inches(size[0] * columns, size[1] * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     for each in axes.flat:
@@ -41,7 +41,7 @@ def panels(figure: Figure, rows: int, columns: int, *, size: tuple[float, float]
 def line(
     axes: Any, curve: Mapping[Any, float], label: str | None = None, number: int | None = None, **look: Any
 ) -> None:
-    """Draw a curve, y by x; number: of its style, which look overrides."""
+    """Draw a curve, y by x; number: that of its style, which `look` overrides."""
     own = {} if number is None else style(number)
     axes.plot(list(curve), list(curve.values()), label=label, **{**own, **look})
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from sparing_lab.studies.study import Study
 
-#: In the order of the papers.
+#: All studies, in the order of their papers.
 NAMES = (
     "mca-bounds",
     "mca-glue",

@@ -35,15 +35,15 @@ from sparing_lab.training.config import Config
 EXACT, KERNELIZED, SKYFORMER, NYSTROM = "Self-Attention", "Kernelized", "Skyformer", "Nystromformer"
 LINFORMER, PERFORMER, REFORMER, BIGBIRD = "Linformer", "Performer", "Reformer", "BigBird"
 SIDES = (EXACT, KERNELIZED, SKYFORMER, NYSTROM, LINFORMER, PERFORMER, REFORMER, BIGBIRD)
-MATRIX = "Self-Attention (matrix)"  #: the same numbers as `EXACT`, with the n x n matrix in memory
-#: The paper's names of the tasks, in its order, and ours.
+MATRIX = "Self-Attention (matrix)"  #: as `EXACT`, but with the n x n matrix in memory
+#: The paper's name of each task, in its order, and the name that this library gives it.
 TASKS = {
     "Text": "bytes", "ListOps": "listops", "Retrieval": "retrieval", "Pathfinder": "pathfinder", "Image": "pixels",
 }  # fmt: skip
 PADDED = {"Text": 4096, "ListOps": 2048, "Retrieval": 4096, "Pathfinder": 1024, "Image": 1024}  #: the paper's lengths
-FEATURES = 128  #: the paper's, of all methods but BigBird
-STEPS = 50_000  #: the paper's
-NARROW = {"hidden_size": 32, "intermediate_size": 64, "dropout": 0.0}  #: of models at small scale
+FEATURES = 128  #: the paper's number of features, for all methods but BigBird
+STEPS = 50_000  #: the paper's number of training steps
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "dropout": 0.0}  #: the models at small scale
 FILES = {
     "Text": ("imdb", "train*.jsonl*", "film reviews (IMDb, ai.stanford.edu/~amaas/data/sentiment): imdb/train*.jsonl "
              "and imdb/test*.jsonl, an object with 'text' and 'label' on each line"),
@@ -56,7 +56,7 @@ FILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix(Exact):
-    """Exact attention as people wrote it before fused kernels: the whole matrix of weights exists."""
+    """Exact attention as it was written before fused kernels: the whole matrix of weights is in memory."""
 
     name = "_matrix"
 
@@ -66,18 +66,18 @@ class Matrix(Exact):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a task is run."""
+    """The length, optimizer settings and number of examples that a task is run with."""
 
     length: int
     batch: int
     rate: float
     steps: int
-    warmup: float  #: share of the steps
+    warmup: float  #: share of the training steps
     features: int = FEATURES
-    examples: tuple[int, int] | None = None  #: to learn from and to try, where the task makes its own
+    examples: tuple[int, int] | None = None  #: training and held-out, if the task generates them
 
 
-#: The paper's (its text and its code; the batch of Text is 16 in one and 32 in the other).
+#: The paper's settings (from its text and its code; the batch of Text is 16 in one and 32 in the other).
 PAPER_SETUPS = {
     "Text": Setup(4000, 16, 1e-4, STEPS, 80 / STEPS),
     "ListOps": Setup(2000, 32, 1e-4, STEPS, 1000 / STEPS, examples=(96_000, 2_000)),
@@ -88,9 +88,9 @@ PAPER_SETUPS = {
 
 
 def spec_of(side: str, features: int) -> str:
-    """Return the method at so many features; chunks and blocks are half of that, as 64 is of 128 in the paper.
+    """Return the method with that many features; chunks and blocks are half as large, like 64 and 128 in the paper.
 
-    BigBird's is its window of three blocks and its two global blocks; the random blocks are left out.
+    BigBird has its window of three blocks and its two global blocks; the random blocks are left out.
     """
     return {
         EXACT: "exact",
@@ -168,7 +168,7 @@ def training_cell(
 def examples_of(config: Config, count: Sequence[int] = ()) -> Task:
     """Return the task with all examples of the run made: making pictures takes longer than a step.
 
-    count: to learn from and to try, where the task makes its own.
+    count: numbers of training and of held-out examples, if the task generates them.
     """
     task = _examples(config.task, config.max_length, config.seed, config.data, *count)
     batches = Batches(len(task.train), config.batch_size, seed=config.seed, lengths=task.train.lengths)
@@ -185,7 +185,7 @@ def _examples(name: str, length: int, seed: int, data: str | None, *count: int) 
 
 
 def train_one(cell: Cell) -> Row:
-    """Train a model; return its curve, the number of held-out examples and the best accuracy on these."""
+    """Train a model and return its curve, the number of held-out examples and the best accuracy on them."""
     config = Config(**cell["config"])
     _, found = trained(config, examples_of(config, cell.get("examples", ())))
     held = len(found.task.valid)
@@ -193,12 +193,12 @@ def train_one(cell: Cell) -> Row:
 
 
 def error(accuracy: float, held: int) -> float:
-    """Return the standard error of a share of so many examples."""
+    """Return the standard error of a share that was measured on that many examples."""
     return math.sqrt(max(accuracy * (1 - accuracy), 1 / held) / held)
 
 
 def learned(rows: Rows, task: str) -> bool:
-    """Return whether some model of the task is above chance by three standard errors."""
+    """Return whether at least one model of the task is above chance by three standard errors."""
     mine = pick(rows, what="train", task=task)
     return any(row["accuracy"] > row["chance"] + 3 * error(row["chance"], row["held"]) for row in mine)
 
@@ -222,7 +222,7 @@ def step_of(spec: str, *, length: int, batch: int) -> Callable[[], object]:
 def cost_at(cell: Cell) -> list[Row]:
     """Measure seconds and peak memory of a training step of every side, in one run, round by round.
 
-    Memory is what a step takes at most beyond the model, its gradients and the optimizer's state.
+    Memory is the peak of a step beyond the model, its gradients and the optimizer's state.
     """
     steps = {side: step_of(spec, length=cell["length"], batch=cell["batch"]) for side, spec in cell["specs"].items()}
     peaks = {}
@@ -235,7 +235,7 @@ def cost_at(cell: Cell) -> list[Row]:
             "side": side, "spec": cell["specs"][side], "seconds": interval(mine).median, "peak": peaks[side],
             "rounds": len(mine),
             "gain": {
-                rival: interval([a / b for a, b in zip(taken[rival], mine, strict=False)])  # rounds that both ran
+                rival: interval([a / b for a, b in zip(taken[rival], mine, strict=False)])  # only rounds that both ran
                 for rival in (EXACT, MATRIX) if rival in taken
             },
         }

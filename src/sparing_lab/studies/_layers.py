@@ -15,12 +15,12 @@ from sparing.transformers.watch import ObservedCall, record_calls
 
 @functools.lru_cache(maxsize=1)
 def loaded(name: str) -> Subject:
-    """Return a model; the last one is kept."""
+    """Return a model; the one that was loaded last is kept in memory."""
     return load(name)
 
 
 def untrained(found: Subject, *, seed: int = 0, layers: int | None = None) -> Subject:
-    """Return the same architecture with untrained weights; layers: fewer than the model has."""
+    """Return the same architecture with untrained weights; layers: number of layers, if fewer are wanted."""
     config = copy.deepcopy(found.model.config)
     if layers is not None:
         config.num_hidden_layers = layers
@@ -30,7 +30,7 @@ def untrained(found: Subject, *, seed: int = 0, layers: int | None = None) -> Su
 
 
 def encoder_layers(model: nn.Module, input_ids: Tensor) -> list[ObservedCall]:
-    """Run the model on token ids [1, n] and return what each layer is given; the values as a `Projection`."""
+    """Run the model on token ids [1, n] and return the inputs of each layer, values as a `Projection`."""
     found = record_calls(model, "monte_carlo", lambda: model(input_ids=input_ids))
     if any(seen.call["is_causal"] or seen.call["attn_mask"] is not None for seen in found):
         raise ValueError(f"model: {type(model).__name__} masks its attention; this study takes an encoder such as BERT")
@@ -39,7 +39,7 @@ def encoder_layers(model: nn.Module, input_ids: Tensor) -> list[ObservedCall]:
 
 @functools.lru_cache(maxsize=8)
 def topic_layers(name: str, n: int) -> list[ObservedCall]:
-    """Return what each layer of an encoder is given for the first n tokens of a help topic."""
+    """Return the inputs of each layer of an encoder for the first n tokens of a help topic."""
     found = loaded(name)
     ids = minilm.token_ids(Preset(found.model, found.tokenizer), length=n, documents=1)
     return encoder_layers(found.model, ids)

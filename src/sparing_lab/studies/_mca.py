@@ -25,13 +25,13 @@ from sparing.workbench.outputs import Digest, digest, embedding, end_of
 from sparing_lab.studies.study import Settings
 from sparing_lab.tasks import glue
 
-ALPHAS = (0.2, 0.4, 0.6, 1.0)  #: of the paper's tables
-POINT = 0.01  #: "1 % accuracy loss"
+ALPHAS = (0.2, 0.4, 0.6, 1.0)  #: the values in the paper's tables
+POINT = 0.01  #: one point, the paper's "1 % accuracy loss"
 METHODS: dict[str, dict[str, Any]] = {
     "independent": {}, "shared": {"samples": "shared"}, "mean": {"estimator": "mean"}, "drop": {"estimator": "drop"},
 }  #: by the names that the tables give them  # fmt: skip
-SLOTS = 128  #: the paper pads all of GLUE to so many tokens
-TOPICS = "help topics"  #: the task that is always there
+SLOTS = 128  #: the paper pads all texts of GLUE to this many tokens
+TOPICS = "help topics"  #: the task that needs no data
 _TOGETHER = 8  # documents of equal length that run at once, and share their samples
 _TRAIN = 1000  # sentences that a read-out is fitted on
 _RIDGE = 1.0
@@ -39,23 +39,23 @@ _RIDGE = 1.0
 
 @dataclass(frozen=True)
 class ProjectionWork:
-    """What value projections took, summed over documents and layers. All ratios are savings against exact ones."""
+    """The work of value projections, summed over documents and layers. All ratios are savings against exact ones."""
 
     rate: float  #: r / d summed over valid tokens (means over heads): work in projected tokens
     tokens: float  #: valid tokens
     slots: float  #: tokens with padding
-    pairs: float  #: of a query and a key, valid ones
+    pairs: float  #: valid pairs of a query and a key
     padded_pairs: float
-    features: int  #: d
+    features: int  #: d, the width of a token
 
     @property
     def paper(self) -> float:
-        """Return the paper's figure: of the projection alone, where padding counts as work that is saved."""
+        """Return the paper's figure: the saving of the projection alone, with padding counted as saved work."""
         return self.slots / self.rate
 
     @property
     def padding(self) -> float:
-        """Return what taking out the padding saves, and nothing else."""
+        """Return the saving from leaving out the padding alone."""
         return self.slots / self.tokens
 
     @property
@@ -70,7 +70,7 @@ class ProjectionWork:
 
     @property
     def paper_weighed(self) -> float:
-        """Return the same with padding: what the paper's figure is where A H is counted."""
+        """Return `weighed` with padding: the paper's figure if A H were counted, too."""
         exact = self.slots * self.features + self.padded_pairs
         return exact / (self.rate * self.features + self.padded_pairs)
 
@@ -88,9 +88,9 @@ class ProjectionWork:
 def counted(
     total: LayerStatistics, lengths: Sequence[int], layers: int, features: int, slots: int | None
 ) -> ProjectionWork:
-    """Return the work of documents of these lengths in all layers; total: of `Handle.statistics()`.
+    """Return the work of documents of these lengths in all layers; total: that of `Handle.statistics()`.
 
-    slots: what each document would be padded to; None: nothing is padded. Replacing tokens by their mean takes one more
+    slots: length that each document would be padded to; None: no padding. Replacing tokens by their mean takes one more
     projection for each document and layer.
     """
     tally, method = total.tally, total.method
@@ -105,23 +105,23 @@ def counted(
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model, documents that it reads, and how good its answers are."""
+    """A model, the documents that it reads, and the labels that its answers are scored with."""
 
     subject: Subject
-    sides: tuple[tuple[Sequence[Tensor], Sequence[Tensor] | None], ...]  #: token ids and types; two to compare
-    labels: Sequence[float] | None  #: None: how the exact model ranks the pairs
-    names: tuple[str, ...]  #: of the scores
-    readout: Tensor | None = None  #: from an embedding and a one to classes
+    sides: tuple[tuple[Sequence[Tensor], Sequence[Tensor] | None], ...]  #: token ids and types; two sides to compare
+    labels: Sequence[float] | None  #: None: compare with the ranking of the exact model
+    names: tuple[str, ...]  #: names of the scores
+    readout: Tensor | None = None  #: maps an embedding with a 1 appended to classes
 
     @functools.cached_property
     def exact(self) -> list[list[Digest]]:
-        """Return the exact model's answers, for each side."""
+        """Return the exact model's answers for each side."""
         return [self._digests(side, lambda length: None)[0] for side in self.sides]
 
     def run(
         self, method: MonteCarlo | None, *, padded: bool, seed: int, half: bool = False
     ) -> tuple[dict[str, float], ProjectionWork | None]:
-        """Return scores and work with a method; None: of the exact model. half: in every other layer, from the first.
+        """Return scores and work with a method (None: the exact model); half: only in layers 0, 2, 4 and so on.
 
         padded: alpha is meant for inputs padded to 128 tokens, where N is 128; with N tokens alpha N / 128 gives the
         same sample counts.
@@ -170,7 +170,7 @@ class Problem:
         *,
         half: bool = False,
     ) -> tuple[list[Digest], ProjectionWork | None]:
-        """Documents of one length at a time, so that nothing is padded."""
+        """Run documents of one length at a time, so that nothing is padded; return the answers and the work."""
         rows, types = side
         layers, features = shape_of(self.subject.model)
         places = range(0, layers, 2 if half else 1)
@@ -196,19 +196,19 @@ class Problem:
 
 
 def shape_of(model: Any) -> tuple[int, int]:
-    """Return the number of attention layers, and the width of what their values are projected from."""
+    """Return the number of attention layers, and the width of the tokens that their values are projected from."""
     return len(find(model)), int(getattr(model.config, "hidden_size", 0) or model.config.dim)
 
 
 def _unit(digests: Sequence[Digest]) -> Tensor:
-    """Embeddings of length one, and a one behind each."""
+    """Return the embeddings, each normalised to length 1 and with a 1 appended."""
     rows = torch.nn.functional.normalize(torch.stack([embedding(one) for one in digests]), dim=-1)
     return torch.nn.functional.pad(rows, (0, 1), value=1.0)
 
 
 @functools.lru_cache(maxsize=2)
 def model_of(name: str, rounding: str = "float32") -> Subject:
-    """Return a model whose weights were rounded to a type and are kept in float32."""
+    """Return a model whose weights were rounded to a dtype and are stored in float32."""
     subject = load(name)
     if rounding == "float32":
         return subject
@@ -241,7 +241,7 @@ def problem(
     """Return a classifier on its task, or an encoder on what it can do without being fine-tuned.
 
     apart: an encoder compares the two texts of each document by the cosine of their embeddings. For SST-2 a
-    least-squares read-out of its embedding, fitted on the training set, gives the class. Of other tasks there is no
+    least-squares read-out of its embedding, fitted on the training set, gives the class. Other tasks have no
     score but the cosine with the exact model's embedding.
     """
     subject, given = model_of(name, rounding), documents_of(task, data, most)
@@ -265,7 +265,7 @@ def problem(
 
 
 def reads_out(task: str, data: Path | None) -> bool:
-    """Return whether an encoder's classes can be read out: of SST-2, if its training set is there.
+    """Return whether classes can be read out of an encoder: only for SST-2, if its training set is there.
 
     It is the one task that asks what a single sentence means; whether a sentence is grammatical (CoLA) does not show
     in an embedding.
@@ -284,14 +284,14 @@ def _sides(
 
 
 def train_of(task: str, data: Path) -> Documents:
-    """Return what a read-out is fitted on."""
+    """Return the documents that a read-out is fitted on."""
     return glue.read(glue.TASKS[task], data, "train", most=_TRAIN)
 
 
 def cell_of(
     settings: Settings, family: str, model: str, task: str, *, most: int, apart: bool = False, tuned: bool = True
 ) -> dict[str, Any]:
-    """Return what a score of a model on a task depends on; most: documents at small scale; tuned: a classifier."""
+    """Return the cell of a model on a task; most: documents at small scale; tuned: the model is a classifier."""
     data = documents_of(task, settings.data, most if settings.small else None)
     found: dict[str, Any] = {"family": family, "model": model, "task": task, "apart": apart}
     found |= {"documents": len(data), "data": data.fingerprint}
@@ -303,14 +303,14 @@ def cell_of(
 
 
 def own_task(name: str, given: Sequence[glue.Task]) -> str:
-    """Return the task that a user's classifier was made for; given: those with data."""
+    """Return the task that a user's classifier was made for; given: the tasks with data."""
     subject = model_of(name)
     return glue.task_of(subject.name, subject.model.config, given or list(glue.TASKS.values())).name
 
 
 @functools.lru_cache(maxsize=4)
 def _fitted(name: str, task: str, data: Path) -> Tensor:
-    """A read-out by ridge regression on one-hot labels, of the model with its weights as they are."""
+    """Return a read-out, fitted by ridge regression on one-hot labels to embeddings of the exact model."""
     subject, train = model_of(name), train_of(task, data)
     assert train.labels is not None
     seen = Problem(subject, _sides(subject, train, apart=False), None, ())

@@ -1,4 +1,4 @@
-"""Errors of sampled values over many draws, beside their exact mean squares and the bounds."""
+"""Errors of sampled values over many draws, compared with their exact mean squares and with the bounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sparing.methods.monte_carlo.sampling import Lists, draw_features, feature_l
 from sparing.transformers.watch import ObservedCall
 from sparing_lab.studies.rows import Row
 
-DELTAS = (0.5, 0.1, 0.01)  #: probabilities of eq. 11
+DELTAS = (0.5, 0.1, 0.01)  #: the probabilities delta of eq. 11
 GAUSSIAN = "gaussian"
 
 
 def gaussian(n: int, *, heads: int = 4, width: int = 32, features: int = 384) -> ObservedCall:
-    """Return normal numbers: logits of unit spread, tokens without anything in common."""
+    """Return a call with normal random numbers: logits of unit variance, independent tokens."""
     random = torch.Generator().manual_seed(n)
     q, k = torch.randn(2, 1, heads, n, width, generator=random).unbind(0)
     x = torch.randn(1, n, features, generator=random)
@@ -60,7 +60,7 @@ def row_error(q: Tensor, k: Tensor, value: Projection, alpha: float, samples: st
         square += error.square() / draws
         norm += error / draws
         beyond += (error > limits) / draws
-        shares = error.square().sum(-1)[hit] / own.sum(-1)[hit]  # of heads that have sampled tokens
+        shares = error.square().sum(-1)[hit] / own.sum(-1)[hit]  # only heads that have sampled tokens
         totals.append(float(shares.mean()) if len(shares) else 1.0)
     found = torch.tensor(totals, dtype=torch.float64)
     spread = float(found.std()) / math.sqrt(draws)

@@ -1,4 +1,4 @@
-"""What the rows of `mca-glue` say, and what they say to its claims."""
+"""Scores and savings from the rows of `mca-glue`, and the judges of its claims."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = {"matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman", "
 
 
 class Score(NamedTuple):
-    """A score of a model on a task."""
+    """Which score: a metric of a model on a task."""
 
     family: str
     task: str
@@ -29,7 +29,7 @@ class Score(NamedTuple):
 
 
 def cases(rows: Rows) -> list[Score]:
-    """Return all scores against labels."""
+    """Return all scores that compare with labels."""
     found = [
         Score(row["family"], row["task"], row["apart"], name)
         for row in pick(rows, method="exact") for name in row["scores"] if name != "cosine"
@@ -38,7 +38,7 @@ def cases(rows: Rows) -> list[Score]:
 
 
 def score(rows: Rows, case: Score, method: str, alpha: float = 0.0, reading: str = "padded") -> Estimate | None:
-    """Return the mean of a score over seeds; None where it was not run."""
+    """Return the mean of a score over seeds; None if it was not run."""
     wanted: dict[str, Any] = {"family": case.family, "task": case.task, "apart": case.apart, "method": method}
     if method != "exact":
         wanted |= {"alpha": alpha, "reading": reading}
@@ -55,14 +55,14 @@ def loss(rows: Rows, case: Score, method: str, alpha: float, reading: str = "pad
 
 
 def works(rows: Rows, alpha: float, reading: str = "padded") -> dict[tuple[str, str], ProjectionWork]:
-    """Return the work by model and task, with pairs read as one, as the paper's models read them."""
+    """Return the work by model and task, with both texts of a pair read together, as in the paper."""
     found = pick(rows, method="independent", alpha=alpha, reading=reading, seed=0)
     joint = [row for row in found if not row["apart"]]
     return {(row["family"], row["task"]): ProjectionWork(**row["work"]) for row in joint or found}
 
 
 def paper_line(family: str, task: str, name: str) -> Sequence[float] | None:
-    """Return a line of the paper's tables, of the model that is nearest to this one; name: of a score, or "flops"."""
+    """Return a line of the paper's tables, BERT's if it has no such model; name: a score, or "flops"."""
     tables = numbers("mca", "tables 1 and 2")
     found: Sequence[float] | None = tables.get(family, tables["BERT"]).get(task, {}).get(name)
     return found
@@ -80,7 +80,7 @@ def _scored(rows: Rows) -> list[Score]:
 
 
 def mean_reduction(alpha: float) -> Judge:
-    """Judge the mean over tasks of what is saved, counted as the paper does."""
+    """Judge the mean saving over tasks, counted as in the paper."""
 
     def figures(rows: Rows) -> dict[str, Any]:
         pairs = [(work.paper, _printed(*key, alpha)) for key, work in works(rows, alpha).items()]
@@ -100,7 +100,7 @@ def mean_reduction(alpha: float) -> Judge:
 
 
 def _own_shares(rows: Rows) -> dict[str, Any]:
-    """By task, the last model's: the share of the saving, in logarithms, that is left on valid tokens."""
+    """Return log(saving on valid tokens) / log(the paper's saving) by task, for the last model, and all work."""
     found = [(task, work) for (_, task), work in works(rows, 0.2).items()]
     shares = {task: math.log(work.real) / math.log(work.paper) if work.paper > 1 else 1.0 for task, work in found}
     return {"shares": shares, "works": found}
@@ -114,7 +114,7 @@ own = Judge(
 
 
 def _between(rows: Rows) -> dict[str, Any]:
-    """The tasks that save most and least, and how much of the factor between them is there on valid tokens."""
+    """Return the tasks that save most and least, and the share of the log-ratio between them on valid tokens."""
     found = [(key[1], work) for key, work in works(rows, 0.2).items() if _printed(*key, 0.2) is not None]
     if len(found) < 2:
         raise NotRun("needs files of two tasks of GLUE: --data")
@@ -137,7 +137,7 @@ differ = Judge(
 
 
 def losses(alpha: float, reading: str = "padded") -> Judge:
-    """Judge whether at most a point of each score is lost."""
+    """Judge whether each score loses at most a point."""
 
     def figures(rows: Rows) -> dict[Score, tuple[float, float]]:
         return {case: _lost(rows, case, "independent", alpha, reading) for case in _scored(rows)}
@@ -152,7 +152,7 @@ def losses(alpha: float, reading: str = "padded") -> Judge:
 
 
 def _lost(rows: Rows, case: Score, method: str, alpha: float, reading: str = "padded") -> tuple[float, float]:
-    """What is lost: the mean over seeds, and the most by its interval."""
+    """Return the loss: its mean over seeds, and the upper end of its interval."""
     mean, found = loss(rows, case, method, alpha, reading), score(rows, case, method, alpha, reading)
     assert found is not None
     return mean, mean if found.low is None else mean + found.mean - found.low
@@ -164,7 +164,7 @@ def _over_alpha(rows: Rows) -> dict[Score, list[Estimate]]:
 
 
 def _lower(line: Sequence[Estimate]) -> bool:
-    """Whether the last is below the first by more than the intervals."""
+    """Return whether the last estimate is below the first and their intervals do not overlap."""
     first, last = line[0], line[-1]
     return last.mean < first.mean and (first.low is None or last.high is None or last.high < first.low)
 
@@ -185,7 +185,7 @@ shared = Judge(
 
 
 def _compared(rows: Rows) -> dict[str, list[float]]:
-    """By what does without samples: what it loses more than sampling, over all scores, alphas and readings of n."""
+    """Return, for "mean" and "drop", their loss minus that of sampling, for all scores, alphas and readings of n."""
     settings = [
         (case, reading, alpha) for case in _scored(rows) for reading in ("padded", "tokens") for alpha in ALPHAS
     ]
@@ -219,7 +219,7 @@ cap = Judge(
 
 
 def _pairs(rows: Rows) -> dict[str, float]:
-    """By task: the factor between what BERT and DistilBERT save."""
+    """Return, for each task, the absolute log-ratio of the savings of BERT and DistilBERT."""
     at = works(rows, 0.2)
     return {
         task: abs(math.log(work.paper / at["DistilBERT", task].paper)) for (family, task), work in at.items()

@@ -23,10 +23,10 @@ from sparing_lab.studies.rows import Row
 def run(
     subject: Subject, rows: Sequence[Tensor], method: MonteCarlo, *, visible: bool, seed: int
 ) -> tuple[list[Digest], dict[str, ProjectionWork]]:
-    """Run each document alone; return answers, and the work of all values and of the "local" ones.
+    """Run each document alone and return the answers, and the work of all values and of the "local" ones.
 
     visible: the n of eq. 9 is the number of keys that a token sees, not the document's length. The theorem holds for
-    both: a row sums over no more keys than it sees. local: without the values that only the global token reads.
+    both: a row sums over no more keys than it sees. local: all but the values that only the global token reads.
     """
     found, total = [], None
     for number, ids in enumerate(rows):
@@ -47,13 +47,13 @@ def visible_keys(subject: Subject, length: int) -> int:
 
 
 def _window(subject: Subject) -> int | None:
-    """Of all layers; of several, the widest."""
+    """Return the width of the attention window, the widest if layers differ; None for full attention."""
     found = getattr(subject.model.config, "attention_window", None)
     return max(found) if isinstance(found, list | tuple) else found
 
 
 def _work(subject: Subject, total: Any, length: int) -> dict[str, ProjectionWork]:
-    """Over all layers. Longformer has a second layer of values, which only global tokens read, in each of them."""
+    """Return the work of all layers; in Longformer each has a second value projection, read only by global tokens."""
     tally, layers, window = total.tally, len(find(subject.model)), _window(subject)
     sides = 1 if window is None else 2
     slots = tally.positions / (layers * sides)
@@ -76,7 +76,7 @@ def _work(subject: Subject, total: Any, length: int) -> dict[str, ProjectionWork
 
 
 def compare(kind: str, exact: Sequence[Digest], found: Sequence[Digest], labels: Sequence[Any] | None) -> Row:
-    """Compare the ends of two models: scores of a classifier, else how similar embeddings are."""
+    """Compare the outputs of two models: scores of a classifier, else the similarity of embeddings."""
     ends = [end_of(kind, [a], [b]) for a, b in zip(exact, found, strict=True)]
     for number, near in enumerate(nearest(list(zip(exact, found, strict=True)))):
         ends[number] |= near

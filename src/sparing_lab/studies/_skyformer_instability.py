@@ -15,14 +15,14 @@ from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 from sparing_lab.training.objectives import inputs_of
 
-FIRST = 20  #: steps, the paper's
-#: What f is. The paper says only "the embedding after two layers".
+FIRST = 20  #: the number of steps in the paper
+#: The states that f can stand for. The paper says only "the embedding after two layers".
 AFTER, BEFORE, RELATIVE, REDRAWN = "after LayerNorm", "before LayerNorm", "before, relative", "new landmarks"
 READ = (AFTER, BEFORE, RELATIVE, REDRAWN)
 
 
 def plain_start(model: Any, seed: int) -> None:
-    """Let attention's projections start as torch's linear layers do, biases too, as in the paper's code."""
+    """Initialise attention's projections and biases like torch's linear layers, as in the paper's code."""
     random = torch.Generator().manual_seed(seed)
     for layer in model.modules():
         if isinstance(layer, MultiheadAttention):
@@ -34,13 +34,13 @@ def plain_start(model: Any, seed: int) -> None:
 
 
 class _EnoughError(Exception):
-    """The steps were seen."""
+    """Raised to stop a run after the steps that are measured."""
 
 
 def scores(config: Config, first: int = FIRST) -> dict[str, list[float]]:
     """Return |f(x, W) - f(x, W')|^2 / |W - W'|^2 of each step, by read-out; W': the weights before the step.
 
-    x is the batch of the step. Nothing is dropped out, and both models use the same random numbers, but for
+    x is the batch of the step. Dropout is off, and both models use the same random numbers, except for
     "new landmarks", where the second draws its own.
     """
     found: dict[str, list[float]] = {read: [] for read in READ}
@@ -71,7 +71,7 @@ def scores(config: Config, first: int = FIRST) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def states(model: Any, arguments: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the encoder makes of each text, after and before the last normalisation; zero for padding."""
+    """Return the encoder's states of each text, after and before the last normalisation; zero for padding."""
     after: list[Tensor] = []
     before: list[Tensor] = []
     encoder = model.encoder

@@ -20,12 +20,12 @@ SPECS = {
     "Nystromformer": "nystrom(landmarks={})",
     "Performer": "random_features(features={})",
 }
-#: What Skyformer is made for: its own kernel, against the dense form of that.
+#: Skyformer as it is meant: with its own kernel, compared with the dense form of that kernel.
 OWN = "skyformer(landmarks={})"
 
 
 class LayerInputs(NamedTuple):
-    """One layer on one text, and what dense attention makes of it."""
+    """The inputs of one layer on one text, and the outputs of dense attention."""
 
     q: Tensor  # [1, H, n, d]
     k: Tensor
@@ -35,9 +35,9 @@ class LayerInputs(NamedTuple):
 
 
 def spectral_errors(name: str, budget: int, inputs: Sequence[LayerInputs], seed: int) -> Row:
-    """Measure the spectral norm of the error of a head's output, and that divided by the norm of the target.
+    """Measure the spectral norm of the error of a head's output, and this norm over that of the target.
 
-    Means over layers and heads. name: of `SPECS`; "own": Skyformer's against the dense form of its own kernel;
+    Means over layers and heads. name: a key of `SPECS`; "own": Skyformer's against the dense form of its own kernel;
     "values": the mean of all values in place of attention; with it, what the queries and keys are like.
     """
     errors, relative = [], []

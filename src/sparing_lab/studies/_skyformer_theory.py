@@ -13,15 +13,15 @@ from sparing_lab.studies._layers import topic_layers
 from sparing_lab.studies.rows import Cell, Row
 from sparing_lab.studies.skyformer_lift import STARTS, call_of, eigenvalues, iterated, kernel_matrix, lifted, skyformer
 
-LAYERS = (0, 2, 5)  #: of MiniLM
-HEADS = 4  #: of a layer
+LAYERS = (0, 2, 5)  #: layers of MiniLM
+HEADS = 4  #: heads of a layer
 DATA = ("circle", "normal", *(f"minilm layer {layer}" for layer in LAYERS))
 GAMMAS = (0.0, 1e-3, 0.1)
-DAMPING = 1e-6  #: of a matrix that the iteration is to invert, where gamma is less
+DAMPING = 1e-6  #: least damping of a matrix that the iteration inverts
 STEPS = (1, 2, 4, 6, 8)
-LONGEST = 12  #: steps of the iteration
-LANDMARKS = 48  #: where the order is looked at
-CONTROL = 2  #: landmarks that cannot be enough
+LONGEST = 12  #: most steps of the iteration
+LANDMARKS = 48  #: number of landmarks where the Loewner order is tested
+CONTROL = 2  #: number of landmarks that cannot be enough
 
 
 def points(data: str, n: int) -> tuple[Tensor, Tensor, float]:
@@ -41,7 +41,7 @@ def _norm(matrix: Tensor) -> Tensor:
 
 
 def _missing(exact: Tensor, found: Tensor, n: int) -> Row:
-    """Of C-bar - C-bar-tilde: its least eigenvalue, and norms of it and of its query-key block; a number per head."""
+    """Return extreme eigenvalues of C-bar - C-bar-tilde, the largest per head, and norms of its query-key block."""
     error = exact - found
     values = eigenvalues(error)
     return {
@@ -52,7 +52,7 @@ def _missing(exact: Tensor, found: Tensor, n: int) -> Row:
 
 
 def _order(cell: Cell) -> list[Row]:
-    """The Loewner order, whichever way (M + gamma I)^-1 is found."""
+    """Measure the Loewner order with (M + gamma I)^-1 from an exact solver and from the iteration."""
     n, gamma = cell["n"], cell["gamma"]
     q, k, scale = points(cell["data"], n)
     exact = kernel_matrix(q, k, scale)
@@ -72,7 +72,7 @@ def _order(cell: Cell) -> list[Row]:
 
 
 def _scaled(cell: Cell) -> Row:
-    """The eigenvalues of the scaled M + gamma I, of the head whose least is least."""
+    """Return the extreme eigenvalues of the scaled M + gamma I, and all of them for the head with the least one."""
     q, k, scale = points(cell["data"], cell["n"])
     chosen = skyformer(f"skyformer(landmarks={cell['landmarks']}, sampling=iid)")
     middle = chosen.lift(q, k, call_of(q, scale=scale)).middle
@@ -85,7 +85,7 @@ def _scaled(cell: Cell) -> Row:
 
 
 def _sweep(cell: Cell) -> list[Row]:
-    """The error for one number of landmarks."""
+    """Measure the error for one number of landmarks."""
     n = cell["n"]
     q, k, scale = points(cell["data"], n)
     size = _norm(kernel_matrix(q, k, scale)[..., :n, n:]).flatten().tolist()
@@ -97,7 +97,7 @@ def _sweep(cell: Cell) -> list[Row]:
 
 
 def _asked(cell: Cell) -> Row:
-    """What Theorem 2 asks for: the median of the heads."""
+    """Return the number of landmarks that Theorem 2 asks for: the median over heads."""
     q, k, scale = points(cell["data"], cell["n"])
     found = [
         lift.promise(exact, cell["n"], cell["eps"], cell["delta"]) for exact in kernel_matrix(q, k, scale).flatten(0, 1)
@@ -107,7 +107,7 @@ def _asked(cell: Cell) -> Row:
 
 
 def _promise(cell: Cell) -> Row:
-    """Draws of the landmarks that Theorem 2 asks for, where it asks for fewer than there are rows."""
+    """Measure draws of as many landmarks as Theorem 2 asks for, on a circle, where those are fewer than rows."""
     n, gamma = cell["n"], cell["gamma"]
     q, k, scale = points("circle", n)
     exact = kernel_matrix(q, k, scale)
@@ -123,7 +123,7 @@ def _promise(cell: Cell) -> Row:
 
 
 def _steps(cell: Cell) -> list[Row]:
-    """The iteration from both starts, step by step: the mean over heads."""
+    """Measure the iteration from both starts after each step: the largest residual and the mean error over heads."""
     n = cell["n"]
     q, k, scale = points(cell["data"], n)
     chosen = skyformer(f"skyformer(landmarks={cell['landmarks']}, gamma={cell['gamma']}, sampling=iid)")

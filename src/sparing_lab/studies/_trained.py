@@ -1,4 +1,4 @@
-"""Models that studies train: a run of `sparing_lab.training`, what a row says of it, and other methods in its model."""
+"""Models that studies train: a run of `sparing_lab.training`, the row kept of it, and other methods in its model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from sparing_lab.training.loop import Training
 from sparing_lab.training.objectives import inputs_of, losses
 from sparing_lab.training.result import Trained
 
-_AT_ONCE = 16  # examples
+_AT_ONCE = 16  # examples in a batch
 
 
 def trained(config: Config, task: Task | None = None) -> tuple[Any, Trained]:
-    """Return the model after the last step, and the results of the run; task: its examples, where they are made."""
+    """Return the model after the last step, and the results of the run; task: its examples, if already made."""
     training = Training(config, task=task)
     found = training.run()
     return training.bare.eval(), found
 
 
 def row_of(found: Trained) -> Row:
-    """Return what is kept of a run."""
+    """Return the row that is kept of a run."""
     return {
         "metric": found.metric, "chance": found.task.chance(), "last": found.records[-1], "seconds": found.seconds,
         "steps": found.config.max_steps,
@@ -57,11 +57,11 @@ def running(model: nn.Module, what: str | Method, *, seed: int = 0) -> Iterator[
 
 
 class Tried(NamedTuple):
-    """Examples that a model was tried on, one by one."""
+    """Losses and errors of a model on each held-out example."""
 
-    losses: Tensor  #: [examples] nats, sums over the answers of each
-    wrong: Tensor  #: [examples] answers that were not the right one
-    asked: Tensor  #: [examples] answers
+    losses: Tensor  #: [examples] nats, summed over the answers of each example
+    wrong: Tensor  #: [examples] number of wrong answers
+    asked: Tensor  #: [examples] number of answers
 
     @property
     def loss(self) -> float:
@@ -74,7 +74,7 @@ class Tried(NamedTuple):
         return float(self.wrong.sum() / self.asked.sum())
 
     def beyond(self, other: Tried, what: str = "losses") -> tuple[float, float]:
-        """Return by how much this is more than another on the same examples, and the standard error of that."""
+        """Return the difference from another model on the same examples, and its standard error."""
         mine, theirs = getattr(self, what), getattr(other, what)
         more = (mine - theirs) / self.asked.mean()
         return float(more.mean()), float(more.std() / len(more) ** 0.5)
@@ -82,7 +82,7 @@ class Tried(NamedTuple):
 
 @torch.no_grad()
 def tried(model: Any, task: Task, numbers: Sequence[int], *, context: int = 0) -> Tried:
-    """Try a model on held-out examples; context: answers at the first places that do not count."""
+    """Evaluate a model on held-out examples; context: number of first positions whose answers do not count."""
     parts = []
     for at in range(0, len(numbers), _AT_ONCE):
         some = numbers[at : at + _AT_ONCE]

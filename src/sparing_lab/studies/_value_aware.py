@@ -21,7 +21,7 @@ from sparing_lab.studies.judges import Criterion, Judge, at_least, each
 from sparing_lab.studies.rows import Row, Rows, grouped, means, pick
 from sparing_lab.studies.study import Settings
 
-WIDTHS = {"minilm": 32, "smollm2": 64}  #: of a head's values; 64 in all others
+WIDTHS = {"minilm": 32, "smollm2": 64}  #: width of a head's values; 64 in all other models
 NAMES = {
     "top_keys": "largest weights (OVO)", "value_aware": "best values (OVA)", "window": "window", "lsh": "LSH",
     "random_features": "random features", "multipole": "multipole (ours)",
@@ -49,7 +49,7 @@ def buckets(length: int) -> tuple[str, str]:
 
 
 def books(settings: Settings, name: str) -> list[Path]:
-    """Return the files of DIR/books; none: the study takes the help topics. name: of the study."""
+    """Return the files of DIR/books; none: the study takes the help topics. name: that of the study."""
     folder = "FOLDER/books" if settings.data is None else settings.data / "books"
     return settings.files(
         "books/*.txt", "books/*.txt.xz", wanted="books/*.txt, a book in each (may be .txt.xz)",
@@ -64,7 +64,7 @@ class Group:
     def __init__(self, rows: Rows) -> None:
         self.model, self.kind, self.length = rows[0]["model"], rows[0]["kind"], rows[0]["length"]
         self.rows = rows
-        self.values: dict[str, float] = means(rows, "value", "spec")  # over seeds
+        self.values: dict[str, float] = means(rows, "value", "spec")  # means over seeds
         self.read = {row["spec"]: row["read"] for row in rows}
         self.width = rows[0].get("head") or WIDTHS.get(self.model, 64)
 
@@ -73,7 +73,7 @@ class Group:
         return f"{self.model} {self.length}"
 
     def loss(self, spec: str) -> float:
-        """Return how far from exact attention: in the unit of the value, or in nats per token."""
+        """Return the distance from exact attention: in the unit of the value, or in nats per token."""
         exact, found = self.values["exact"], self.values[spec]
         return math.log(found / exact) if self.kind == "language model" else found - exact
 
@@ -97,7 +97,7 @@ def groups(rows: Rows) -> list[Group]:
 
 
 def between(curve: dict[int, float], r: float) -> float | None:
-    """Return a curve at r, straight between its points in the logarithms; None outside of them."""
+    """Return a curve at r, interpolated linearly between logarithms; None outside of its points."""
     points = sorted(curve.items())
     for (left, low), (right, high) in pairwise(points):
         if left <= r <= right and min(low, high) > 0:
@@ -130,7 +130,7 @@ def spec_of(name: str, r: int) -> str:
 
 
 def pairs(first: str, second: str, noise: Callable[..., float] = lambda group, *specs: 0.0) -> Any:
-    """Return the function that gives both methods wherever both were measured; noise: of a group and two specs."""
+    """Return the function that gives both methods wherever both were measured; noise: by group and specs."""
 
     def figures(rows: Rows) -> list[Pair]:
         found = []
@@ -181,14 +181,14 @@ def features(spec: Callable[[Group], str]) -> Judge:
 
 
 def _hashed(rows: Rows) -> dict[str, tuple[float, float]]:
-    """By model: the shares of the way to OVO-1 with few keys and rounds, and with many."""
+    """Return, for each model, the shares of the way to OVO-1 with few keys and rounds, and with many."""
     found = {group.name: (group, buckets(group.length)) for group in groups(rows)}
     return {name: (group.share(few), group.share(many)) for name, (group, (few, many)) in found.items()
             if few in group.values}  # fmt: skip
 
 
 def lsh(shape: Callable[[dict[str, tuple[float, float]]], bool]) -> Judge:
-    """Judge whether LSH needs many rounds and large chunks; shape: what "same shape" takes."""
+    """Judge whether LSH needs many rounds and large chunks; shape: the criterion of "same shape"."""
     return Judge(
         _hashed, each("at least half, and at most a tenth of the way to OVO-1",
                       lambda two: two[0] >= 0.5 and two[1] <= 0.1),
@@ -231,10 +231,10 @@ def _draw_paper(axes: Any) -> None:
 
 @torch.no_grad()
 def built(found: Subject, ids: Tensor, keys: int, *, rows: int, layers: int) -> Row:
-    """Look for values and free weights that make the outputs, for some queries of some layers, and measure both.
+    """Search for values and free weights with the exact outputs, for some queries of some layers, and measure both.
 
     In a swapped model `value_aware` takes the output itself from width + 1 keys on, as nothing is lost by that; here
-    the values and their weights are looked for.
+    the search for values and weights is run.
     """
     errors: list[float] = []
     queries = 0

@@ -16,7 +16,7 @@ from sparing_lab.studies._trained import Tried, running, tried
 from sparing_lab.studies.rows import Cell, Row
 from sparing_lab.tasks.trainable import Task
 
-CONTEXT = 0.5  #: share of a piece that only gives context
+CONTEXT = 0.5  #: share of a piece that is context only, and not scored
 
 
 def trial(model: Any, task: Task, examples: int) -> Callable[[Method], Tried]:
@@ -33,7 +33,7 @@ def trial(model: Any, task: Task, examples: int) -> Callable[[Method], Tried]:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenKernel(Method):
-    """A kernel whose weights somebody looks at."""
+    """A kernel that passes its weights to a callback."""
 
     name = "_seen"
     target = "kernel"

@@ -13,7 +13,7 @@ from sparing_lab.studies._layers import loaded
 from sparing_lab.studies.study import Settings
 
 PAPER_MODEL = "uw-madison/yoso-4096"  #: the authors' pretrained model, 4096 positions
-_CHARACTERS = 12  # of text are enough for a token
+_CHARACTERS = 12  # characters of text that are enough for a token
 
 
 def models(settings: Settings, *small: str) -> tuple[str, ...]:
@@ -23,14 +23,14 @@ def models(settings: Settings, *small: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def text() -> tuple[str, str]:
-    """Return what the models read, one topic of Python's help after the other, and its fingerprint."""
+    """Return the text that the models read, the topics of Python's help joined, and its fingerprint."""
     found = default()
     return "\n\n".join(found.texts), found.fingerprint
 
 
 @lru_cache(maxsize=1)
 def layers(name: str, length: int) -> tuple[ObservedCall, ...]:
-    """Return what each attention layer of the model is given for the first `length` tokens of the text."""
+    """Return the inputs of each attention layer of the model for the first `length` tokens of the text."""
     model = loaded(name)
     if model.positions is not None and length > model.positions:
         raise ValueError(f"model: {name} has {model.positions} positions, and the study needs {length}")
@@ -44,12 +44,12 @@ def layers(name: str, length: int) -> tuple[ObservedCall, ...]:
 
 
 def spread(items: tuple[ObservedCall, ...], count: int) -> list[tuple[int, ObservedCall]]:
-    """Return so many of the items, from the first to the last, with their numbers."""
+    """Return that many of the items, evenly spread from the first to the last, with their indices."""
     chosen = torch.linspace(0, len(items) - 1, min(count, len(items))).round().int().tolist()
     return [(number, items[number]) for number in chosen]
 
 
 def relative(found: Tensor, wanted: Tensor, norm: float) -> Tensor:
-    """Return for each head's matrix [..., n, d]: norm of the difference / norm of what is wanted."""
+    """Return for each head's matrix [..., n, d]: norm of the difference / norm of the target."""
     difference, whole = ((found - wanted).double().flatten(-2), wanted.double().flatten(-2))
     return torch.linalg.vector_norm(difference, norm, dim=-1) / torch.linalg.vector_norm(whole, norm, dim=-1)

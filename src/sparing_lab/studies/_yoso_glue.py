@@ -1,4 +1,4 @@
-"""What the rows of `yoso-glue` say of a model on a task."""
+"""Scores of a model on a task, from the rows of `yoso-glue`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sparing_lab.studies.rows import Rows, grouped, pick
 from sparing_lab.tasks.trainable import Split
 
-ERRORS = 2.0  #: standard errors that noise is given
+ERRORS = 2.0  #: standard errors that count as noise
 
 
 def first(split: Split, count: int | None) -> Split:
@@ -18,7 +18,7 @@ def first(split: Split, count: int | None) -> Split:
 
 
 class TunedModel:
-    """A model on a task: what all rows about it say."""
+    """All rows about a model on a task, and the scores in them."""
 
     def __init__(self, rows: Rows, task: str, model: str) -> None:
         self.rows, self.task, self.model = rows, task, model
@@ -26,7 +26,7 @@ class TunedModel:
         self.metric, self.chance, self.held = one["metric"], one["chance"], one["held"]
 
     def score(self, what: str, **wanted: Any) -> float:
-        """Return the best score of several runs, as the paper chose; of a curve, at its end."""
+        """Return the best score of several runs, as the paper does; the last of a curve."""
         found = pick(self.rows, what=what, **wanted)
         trained = what in ("tuned", "further")
         return max((row["curve"][-1] if trained else row["record"])[self.metric] for row in found)
@@ -44,7 +44,7 @@ class TunedModel:
         return self.score("zero", swap=name)
 
     def further(self, name: str) -> float:
-        """Return the score of that, trained on."""
+        """Return the score of that model after further fine-tuning."""
         return self.score("further", swap=name)
 
     @property
@@ -62,10 +62,10 @@ class TunedModel:
         return score > self.chance + self.noise
 
     def kept(self, score: float) -> float:
-        """Return the share of softmax's distance from chance."""
+        """Return the distance of a score from chance, as a share of that of softmax."""
         return (score - self.chance) / (self.tuned("softmax") - self.chance)
 
 
 def tuned_models(rows: Rows) -> list[TunedModel]:
-    """Return all that there are."""
+    """Return the rows grouped by task and model."""
     return [TunedModel(some, *key) for key, some in grouped(rows, "task", "model").items()]

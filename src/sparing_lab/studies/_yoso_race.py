@@ -24,7 +24,7 @@ from sparing.workbench.benchmark.workload import (
 from sparing.workbench.timing import interval, race
 from sparing_lab.studies.rows import Row
 
-SELF, FUSED = "self-attention", "SDPA"  #: with the whole matrix of weights, as the paper timed it; torch's fused one
+SELF, FUSED = "self-attention", "SDPA"  #: with the whole matrix, as the paper timed it; torch's fused kernel
 HASHES = (16, 32, 64, 128)
 SPECS = {
     **{f"YOSO-{m}": f"yoso(hashes={m})" for m in HASHES},  # bits: log2 of the length
@@ -32,9 +32,9 @@ SPECS = {
     **{f"Reformer-{r}": f"lsh(rounds={r}, combine=sum, align=rank)" for r in (2, 4, 8)},
     **{f"Longformer-{w}": f"window(size={w})" for w in (64, 128, 256, 512)},
 }
-GATE, WIDTH = 300, 64  #: tokens and width of the comparison with a reference
-_MATRICES = 6  # of weights that training with self-attention holds at once
-_FREE = 0.7  # of the memory that is free may be taken
+GATE, WIDTH = 300, 64  #: tokens and width for the comparison with a reference
+_MATRICES = 6  # n x n matrices that training with self-attention holds at once
+_FREE = 0.7  # share of the free memory that may be used
 
 
 def work_of(side: str, inputs: AttentionInputs) -> Workload:
@@ -50,7 +50,7 @@ def work_of(side: str, inputs: AttentionInputs) -> Workload:
 def race_at(inputs: AttentionInputs, sides: Sequence[str], seconds: float) -> list[Row]:
     """Measure time and memory of every side, in one run, round by round; a side that cannot run states why.
 
-    Memory is what a call takes at most beyond its inputs, as the operating system saw it, and these inputs.
+    Memory is the peak of a call beyond its inputs, as the operating system reports it, plus these inputs.
     """
     own = sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v))
     rows: dict[str, Row] = {side: {"side": side, "why": _refusal(side, inputs)} for side in sides}
@@ -71,7 +71,7 @@ def race_at(inputs: AttentionInputs, sides: Sequence[str], seconds: float) -> li
         for side, mine in taken.items():
             rows[side][part] = interval(mine).median
             for rival in (SELF, FUSED):
-                if rival in taken:  # rounds that both ran
+                if rival in taken:  # only rounds that both ran
                     rows[side][f"{part} {rival}"] = interval([a / b for a, b in zip(taken[rival], mine)])  # noqa: B905
     return list(rows.values())
 

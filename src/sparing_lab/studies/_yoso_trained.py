@@ -13,7 +13,7 @@ from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 
 EXPECTATION = "yoso(expectation=True)"
-#: As the paper calls them.
+#: Methods by the paper's names.
 METHODS = {
     "softmax": "exact",
     "YOSO-16": "yoso(hashes=16)",
@@ -26,7 +26,7 @@ SAMPLED = ("YOSO-16", "YOSO-32", "YOSO-64")
 
 
 def started(config: Config, weights: Mapping[str, Tensor], task: Task | None = None) -> Training:
-    """Return a run that begins with the weights of another, whose method may differ."""
+    """Return a run that starts from the weights of another, whose method may differ."""
     training = Training(config, task=task)
     training.bare.load_state_dict({n: w for n, w in weights.items() if not n.endswith("evaluation_seed")})
     return training
@@ -37,9 +37,9 @@ _COUNTED = 2000  # examples whose bytes are counted
 
 @torch.no_grad()
 def start(encoder: Encoder, *, tokens: float, positions: float) -> None:
-    """Set the embeddings to start from: of tokens, of that size; of positions, waves of that height."""
+    """Set the initial embeddings: tokens with that standard deviation, positions as sinusoids of that amplitude."""
     encoder.tokens.weight.mul_(tokens / encoder.tokens.weight.std())
-    lengths = encoder.length ** torch.linspace(0, 1, encoder.width // 2)  # of waves, in radians
+    lengths = encoder.length ** torch.linspace(0, 1, encoder.width // 2)  # wavelengths / 2 pi
     angles = torch.arange(encoder.length)[:, None] / lengths
     encoder.positions.weight.copy_(positions * torch.cat([angles.sin(), angles.cos()], dim=-1))
 
@@ -53,6 +53,6 @@ def frequencies(task: Task) -> float:
     for each in counts:
         each[list(task.special)] = 0
     seen, held = counts
-    free = task.vocabulary - len(task.special) - 1  # the mask is no byte
+    free = task.vocabulary - len(task.special) - 1  # the mask token is not a byte
     nats = -((seen + 1) / (seen.sum() + free)).log()
     return float((held * nats).sum().div(held.sum()).exp())

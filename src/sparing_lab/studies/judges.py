@@ -20,12 +20,12 @@ Figures = Any  #: numbers or curves by name, or whatever the criteria of the jud
 
 
 class NotRun(Exception):
-    """Raised where there is nothing to judge by: data, weights or a method that are not there."""
+    """Raised if there is nothing to judge by: data, weights or a method are missing."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What our figures say to a claim."""
+    """The verdict on a claim, with our figures."""
 
     verdict: Verdict
     ours: str  #: the figures, in few words
@@ -37,30 +37,30 @@ class Criterion:
 
     words: str
     holds: Callable[[Figures], bool]
-    test: Callable[[Any], bool] | None = None  #: of one figure, where all of them are tested alike
+    test: Callable[[Any], bool] | None = None  #: the test of one figure, if all are tested alike
 
     def __and__(self, other: Criterion) -> Criterion:
         """Require both."""
         return Criterion(f"{self.words}, and {other.words}", lambda found: self.holds(found) and other.holds(found))
 
     def of(self, name: Any, where: str = "") -> Criterion:
-        """Apply the criterion to one entry of the figures; where: what that is, in words."""
+        """Apply the criterion to one entry of the figures; where: that entry in words."""
         return Criterion(f"{self.words} {where}".strip(), lambda found: self.holds(found[name]))
 
     def once(self, where: str = "for one") -> Criterion:
-        """Require it of one figure."""
+        """Require the condition of at least one figure."""
         return self._counted(f"{self.words} {where}", lambda passed: any(passed))
 
     def mostly(self, where: str = "for most") -> Criterion:
-        """Require it of more than half of the figures."""
+        """Require the condition of more than half of the figures."""
         return self._counted(f"{self.words} {where}", lambda passed: 2 * sum(passed) > len(passed))
 
     def in_share(self, share: float, where: str) -> Criterion:
-        """Require it of at least a share of the figures."""
+        """Require the condition of at least a share of the figures."""
         return self._counted(f"{self.words} {where}", lambda passed: sum(passed) >= share * len(passed))
 
     def on_average(self) -> Criterion:
-        """Require it of the mean of the figures."""
+        """Require the condition of the mean of the figures."""
         test = self._tested()
         return Criterion(f"{self.words} on average", lambda found: test(fmean(each_of(found))))
 
@@ -76,14 +76,14 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Judge:
-    """From rows to a verdict and its words."""
+    """A function from rows to a verdict and its words."""
 
     figures: Callable[[Rows], Figures]
     reproduces: Criterion
     same_shape: Criterion | None = None
-    shows: str | Callable[[Figures], str] = ""  #: of each figure by its key, or of all; empty: `described`
+    shows: str | Callable[[Figures], str] = ""  #: format of each figure, or of all; empty: `described`
     of: str = ""  #: what the criteria are about
-    needs: str = ""  #: what is missing where there are no figures
+    needs: str = ""  #: what is missing if there are no figures
 
     def __call__(self, rows: Rows) -> Judgement:
         """Judge the claim by these rows."""
@@ -102,14 +102,14 @@ class Judge:
 
     @property
     def criterion(self) -> str:
-        """Return what "reproduces" takes, and "same shape" where that can be the answer."""
+        """Return the criteria of "reproduces" and, if it is a possible verdict, of "same shape", in words."""
         words = self.reproduces.words
-        shape = "" if self.same_shape is None else self.same_shape.words.removeprefix(f"{words} ")  # said already
+        shape = "" if self.same_shape is None else self.same_shape.words.removeprefix(f"{words} ")  # not said twice
         return (f"{self.of}: " if self.of else "") + words + (f"; same shape: {shape}" if shape else "")
 
 
 def listed(figures: Mapping[Any, Any], form: str, between: str = ", ") -> str:
-    """Return all figures in words; form: of one, by its `key` and `value`."""
+    """Return all figures in words; form: format of one, with `key` and `value`."""
     return between.join(form.format(key=key, value=value) for key, value in figures.items())
 
 
@@ -171,7 +171,7 @@ def within(low: float, high: float) -> Criterion:
 
 
 def near(paper: Mapping[Any, float] | float, share: float) -> Criterion:
-    """Require every figure to be within a share of the paper's; of a mapping, of that with the same name."""
+    """Require every figure to be within a share of the paper's (of the one with the same name in a mapping)."""
 
     def holds(found: Figures) -> bool:
         theirs = paper if isinstance(paper, Mapping) else dict.fromkeys(found, paper)
@@ -181,7 +181,7 @@ def near(paper: Mapping[Any, float] | float, share: float) -> Criterion:
 
 
 def close(paper: Mapping[Any, float] | float, by: float) -> Criterion:
-    """Require every figure to differ from the paper's by at most so much."""
+    """Require every figure to differ from the paper's by at most that much."""
 
     def holds(found: Figures) -> bool:
         theirs = paper if isinstance(paper, Mapping) else dict.fromkeys(found, paper)
@@ -222,7 +222,7 @@ def ahead(
 ) -> Criterion:
     """Require a side's figure to be below all others', or above where higher is better.
 
-    of: the others; None: all sides but this one. at: where figures are curves, their x. by: more than so much.
+    of: the others; None: all sides but this one. at: the x to compare at, if figures are curves. by: margin.
     """
 
     def holds(found: Figures) -> bool:

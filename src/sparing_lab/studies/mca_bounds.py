@@ -16,11 +16,11 @@ from sparing_lab.studies.tables import Table, listing
 
 ALPHAS = (0.1, 0.2, 0.4, 0.6, 1.0)  #: the paper's four, and a smaller one
 LENGTHS = (32, 64, 128, 256)
-ALPHA, LENGTH = 0.4, 128  #: of the rows where the other is varied
+ALPHA, LENGTH = 0.4, 128  #: the one that is fixed while the other varies
 SAMPLES = ("independent", "shared")
-COUNTS = tuple(2**power for power in range(9))  #: r of a single token
-PAPER_MODEL = "textattack/bert-base-uncased-SST-2"  #: of those that the supplement names
-LIMIT = 4.5  #: standard errors; in all cells of 60 draws together, one false alarm in some hundred runs or less
+COUNTS = tuple(2**power for power in range(9))  #: numbers of samples r of a single token
+PAPER_MODEL = "textattack/bert-base-uncased-SST-2"  #: one of the models that the supplement names
+LIMIT = 4.5  #: standard errors; over all cells with 60 draws, at most one false alarm in some hundred runs
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -30,7 +30,7 @@ def _cells(settings: Settings) -> list[Cell]:
     model = settings.model or ("minilm" if settings.small else PAPER_MODEL)
     sources = [(model, "first"), (model, "last"), (GAUSSIAN, "")]
     pairs = [(alpha, LENGTH) for alpha in ALPHAS] + [(ALPHA, n) for n in LENGTHS if n != LENGTH]
-    # Few draws of a shared list decide about all tokens: that varies more.
+    # Tokens that share their samples have dependent errors, so that a mean square needs more draws.
     rows = [
         {"what": "rows", "source": source, "layer": layer, "samples": samples, "alpha": alpha, "n": n,
          "draws": (5 if samples == "shared" else 1) * draws}
@@ -58,7 +58,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 def _layer(source: str, which: str, n: int) -> ObservedCall:
-    """Without the bias, which is exact and would only hide how large an error is."""
+    """Return a layer's inputs without the bias of values, which is exact and would make errors look smaller."""
     if source == GAUSSIAN:
         return gaussian(n)
     layers = topic_layers(source, n)
@@ -68,13 +68,13 @@ def _layer(source: str, which: str, n: int) -> ObservedCall:
 
 
 def _calls(rows: Rows, *, real: bool = False, **wanted: Any) -> list[Row]:
-    """Calls in which some token is sampled; real: of the model."""
+    """Return the rows of calls in which some token is sampled; real: only calls of the model."""
     found = pick(rows, what="rows", **wanted)
     return [row for row in found if row["predicted"] > 0 and not (real and row["source"] == GAUSSIAN)]
 
 
 def _off(rows: Rows) -> dict[str, Any]:
-    """Of tokens and rows: measured / predicted, and how many standard errors that is from 1."""
+    """Return measured / predicted errors of tokens and rows, and how many standard errors they are from 1."""
     groups = {"tokens": pick(rows, what="token"), **{kind: _calls(rows, samples=kind) for kind in SAMPLES}}
     return {
         "ratios": {name: [row["rms"] / row["predicted"] for row in some] for name, some in groups.items()},
@@ -89,7 +89,7 @@ def _far(found: dict[str, Any]) -> str:
 
 
 def _tails(rows: Rows) -> dict[float, list[float]]:
-    """By delta: of the worst row, the share of draws beyond bound / delta, and beyond bound / sqrt(delta)."""
+    """Return, by delta, the worst row's share of draws beyond bound / delta, and beyond bound / sqrt(delta)."""
     calls = pick(rows, what="rows")
     return {
         delta: [max(row["tails"][number][form] for row in calls) for form in (0, 1)]
@@ -98,13 +98,13 @@ def _tails(rows: Rows) -> dict[float, list[float]]:
 
 
 def _over_alpha(rows: Rows) -> dict[Any, dict[float, float]]:
-    """The error over the paper's alphas, for each source, layer and kind of samples."""
+    """Return the error over the paper's alphas, for each source, layer and kind of samples."""
     calls = [row for row in _calls(rows, n=LENGTH) if row["alpha"] in ALPHAS[1:]]
     return curves(calls, "alpha", "rms", "source", "layer", "samples")
 
 
 def _over_length(rows: Rows) -> dict[str, list[float]]:
-    """By the kind of samples: error / bound of the longest text beside that of the shortest."""
+    """Return, for each kind of samples, error / bound at the longest text over that at the shortest."""
     found: dict[str, list[float]] = {kind: [] for kind in SAMPLES}
     shares = curves(_calls(rows, alpha=ALPHA), "n", over("rms", "bound"), "source", "layer", "samples")
     for key, errors in shares.items():
@@ -164,7 +164,7 @@ def _draw(rows: Rows, figure: Figure) -> None:
     by_alpha.set(xlabel="alpha", title=f"Rows of the last layer ({real.rpartition('/')[2]}), n = {LENGTH}")
     by_length.set(xlabel="length n [tokens]", title=f"The same, alpha = {ALPHA:g}")
     for number, (source, some) in enumerate(grouped(pick(rows, what="token"), "source").items()):
-        look = {**style(number + 2), "markersize": 9 - 4 * number}  # they lie upon each other
+        look = {**style(number + 2), "markersize": 9 - 4 * number}  # the markers overlap
         unit, name = some[0]["bound"], source.rpartition("/")[2]
         exact, errors = ({row["r"]: row[of] / unit for row in some} for of in ("predicted", "rms"))
         line(by_count, exact, f"{name}: exact variance", color=look["color"])

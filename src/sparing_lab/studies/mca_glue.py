@@ -21,7 +21,7 @@ from sparing_lab.tasks import glue
 
 SEEDS = {"small": 3, "paper": 128}
 MOST = 128  #: documents of a task with a score, at small scale
-MOST_JOINT = 32  #: of one whose FLOPs alone are counted
+MOST_JOINT = 32  #: documents of a task where only FLOPs are counted
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -43,7 +43,7 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 def _tasks(settings: Settings) -> list[dict[str, Any]]:
-    """What is run: a model, a task, how its pairs are read, and whether there is a score."""
+    """Return what to run: a model, a task, how its pairs are read, and whether there is a score."""
     given = [] if settings.data is None else glue.given(settings.data)
     own = settings.model
     tuned = settings.scale == "paper" if own is None else mca.model_of(own).kind == "classifier"
@@ -60,7 +60,7 @@ def _tasks(settings: Settings) -> list[dict[str, Any]]:
             add(mca.model_of(own).name, own, task)
     elif tuned:
         for family, ids in numbers("mca", "weights").items():
-            for each in given or [glue.TASKS["CoLA"]]:  # whose file the error names
+            for each in given or [glue.TASKS["CoLA"]]:  # without data, the error names the file of CoLA
                 add(family, ids[each.name.removesuffix("-mm")], each.name)
     else:
         model = own or "minilm"

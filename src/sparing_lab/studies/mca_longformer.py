@@ -27,12 +27,12 @@ from sparing_lab.tasks import articles
 from sparing_lab.tasks.longformer import from_bert
 
 WINDOW = 256
-MOST, TOKENS = 3, 768  #: documents, and tokens of each, at small scale
+MOST, TOKENS = 3, 768  #: number of documents, and of tokens in each, at small scale
 LONGEST = 4096  #: tokens that the paper's model reads
 SEEDS = {"small": 1, "paper": 128}
 
 REDUCTIONS = numbers("mca", "table 3")["flops"]
-COUNTS = ("length", "visible")  #: what n of eq. 9 is: the document's length, or the keys that a token sees
+COUNTS = ("length", "visible")  #: meanings of n in eq. 9: the document's length, or the keys that a token sees
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -56,7 +56,7 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 def _tasks(settings: Settings) -> list[dict[str, Any]]:
-    """What is read: the collections that are there, or the help topics; a classifier's own."""
+    """Return what to read: the collections in the data folder, or the help topics; for a classifier, its own one."""
     names = [] if settings.data is None else [each.title for each in articles.given(settings.data)]
     weights = {}
     if settings.model is not None:
@@ -78,7 +78,7 @@ def _tasks(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _own(name: str, names: Sequence[str]) -> str:
-    """The collection that a classifier was made for, by the end of its name."""
+    """Return the collection that a classifier was made for, by the end of its name."""
     for known in articles.COLLECTIONS.values():
         if name.lower().endswith((known.name, known.title.lower())):
             return known.title
@@ -92,7 +92,7 @@ def _own(name: str, names: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _documents(name: str, data: Path | None, most: int | None) -> Documents:
-    """Of those that a window does not cover, if only some are wanted."""
+    """Return the documents; if only some are wanted, the first that are longer than the window."""
     if name == TOPICS:
         given = default()
     else:
@@ -121,7 +121,7 @@ def _subject(name: str, attention: str) -> Subject:
 
 @functools.lru_cache(maxsize=8)
 def _exact(model: str, attention: str, task: str, data: Path | None, most: int | None, tokens: int) -> Any:
-    """Tokens and the exact model's answers."""
+    """Return the tokens of the documents and the exact model's answers."""
     subject = _subject(model, attention)
     rows, _ = subject.encode(_documents(task, data, most).texts, tokens)
     with torch.no_grad():
@@ -140,24 +140,24 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 def _saved(rows: Rows, kind: str, values: str = "all") -> float:
-    """A reduction of `ProjectionWork`, over seeds."""
+    """Return a reduction of `ProjectionWork`, averaged over seeds."""
     return mean(rows, lambda row: getattr(ProjectionWork(**row[values]), kind))
 
 
 def _lines(rows: Rows, counts: str = "length", attention: str = "window", method: str = "independent") -> Any:
-    """By task and alpha, the seeds."""
+    """Return the rows of all seeds, by task and alpha."""
     mine = pick(rows, attention=attention, counts=counts, method=method)
     return {task: {alpha: pick(some, alpha=alpha) for alpha in ALPHAS} for task, some in grouped(mine, "task").items()}
 
 
 def _reductions(rows: Rows, counts: str = "length", attention: str = "window") -> dict[str, dict[float, float]]:
-    """By task and alpha, counted as in the paper."""
+    """Return the reductions by task and alpha, counted as in the paper."""
     lines = _lines(rows, counts, attention)
     return {task: {alpha: _saved(seeds, "paper") for alpha, seeds in some.items()} for task, some in lines.items()}
 
 
 def _loss(rows: Rows) -> float:
-    """Of accuracy (or F1) where there is a classifier, else 1 - cosine."""
+    """Return the loss of accuracy (or F1) of a classifier, or else 1 - cosine."""
     if "scores" not in rows[0]:
         return mean(rows, "change")
     name = "accuracy" if "accuracy" in rows[0]["scores"] else "f1"
@@ -165,12 +165,12 @@ def _loss(rows: Rows) -> float:
 
 
 def _losses(rows: Rows) -> dict[str, list[float]]:
-    """By task, over alpha."""
+    """Return the losses over alpha, for each task."""
     return {task: [_loss(seeds) for seeds in some.values()] for task, some in _lines(rows).items()}
 
 
 def _beside_full(rows: Rows) -> dict[str, float]:
-    """By what n is: the least reduction on valid tokens beside that with full attention."""
+    """Return, for each meaning of n, the least ratio of the reduction on valid tokens to that with full attention."""
     full = _lines(rows, attention="full")
     if not full:
         return {}

@@ -23,20 +23,20 @@ SEEDS = {"small": 3, "paper": 128}
 MOST = 96  #: documents at small scale
 WIDE, HALF = "float32", "float16"
 ROUNDINGS = (WIDE, HALF, "bfloat16")
-TASK = "SST-2"  #: the paper's
+TASK = "SST-2"  #: the paper's task
 
 
 class AlphaPoint(NamedTuple):
-    """A curve's, at one alpha."""
+    """A point of a curve, at one alpha."""
 
     alpha: float
     score: Estimate
-    loss: float  #: against the exact model with the same weights
+    loss: float  #: compared with the exact model with the same weights
     work: ProjectionWork
 
     @property
     def half(self) -> float:
-        """Return how far the interval over seeds reaches."""
+        """Return half the width of the interval over seeds; 0 if there is none."""
         return 0.0 if self.score.high is None else self.score.high - self.score.mean
 
 
@@ -83,7 +83,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
     return {"metric": name, "score": scores[name], "work": None if work is None else asdict(work)}
 
 
-AlphaCurve = dict[float, AlphaPoint]  #: by alpha
+AlphaCurve = dict[float, AlphaPoint]  #: points by alpha
 
 
 def curve(rows: Rows, family: str, rounding: str = WIDE, layers: str = "all") -> AlphaCurve:
@@ -114,7 +114,7 @@ def _shown(point: AlphaPoint) -> str:
 
 
 def _saves(times: float, points_lost: float) -> Judge:
-    """Whether some alpha that surely loses no more saves so much."""
+    """Judge whether some alpha that loses at most that much, with its interval, saves that many times."""
     few = f"{points_lost:g} point{'s' if points_lost > 1 else ''}"
 
     def figures(rows: Rows) -> dict[str, dict[str, float]]:
@@ -136,7 +136,7 @@ def _saves(times: float, points_lost: float) -> Judge:
 
 
 def _rest(line: AlphaCurve) -> float:
-    """What is lost from 0.6 to 1."""
+    """Return the additional loss from alpha = 0.6 to alpha = 1."""
     return line[1.0].loss - line[0.6].loss
 
 
@@ -146,7 +146,7 @@ def _tips(line: AlphaCurve) -> bool:
 
 
 def _rounded(rows: Rows) -> dict[str, Any]:
-    """How far losses of rounded weights are from float32's, and the largest loss of all."""
+    """Return how far losses of rounded weights are from float32's, and half of the largest loss."""
     lines = _curves(rows)
     apart = {
         rounding: max(0.0, *(abs(point.loss - curve(rows, family, rounding)[alpha].loss)
@@ -157,7 +157,7 @@ def _rounded(rows: Rows) -> dict[str, Any]:
 
 
 def _layers(rows: Rows) -> dict[str, AlphaPoint]:
-    """Of all layers and of half of them, at alpha = 1."""
+    """Return the points at alpha = 1 of BERT and DistilBERT, or of one model with all and with half of its layers."""
     both = ("BERT", "DistilBERT")
     if set(both) <= set(distinct(rows, "family")):
         return {family: curve(rows, family)[1.0] for family in both}
@@ -175,7 +175,7 @@ def _fewer(found: dict[str, AlphaPoint]) -> bool:
 
 
 def _named(rows: Rows) -> dict[str, AlphaCurve]:
-    """All curves by their names."""
+    """Return all curves by their names."""
     families = distinct(rows, "family")
     found = {f"{family}, {rounding}": curve(rows, family, rounding) for family in families for rounding in ROUNDINGS}
     found |= {f"{family}, every other layer": curve(rows, family, layers="half") for family in families}

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from sparing.workbench.estimate import exponent
 
 Number = TypeVar("Number", int, float)
-Cell = Mapping[str, Any]  #: what tells a piece of work from all others; JSON
-Row = dict[str, Any]  #: a measurement: its cell, and what was found; JSON
+Cell = Mapping[str, Any]  #: identifies a piece of work; JSON
+Row = dict[str, Any]  #: a measurement: its cell and its results; JSON
 Rows = Sequence[Row]
 Entry = str | Callable[[Row], Any]  #: a field's name, or a function of the row
 Curve = Mapping[Any, float]  #: y by x, in the order of x

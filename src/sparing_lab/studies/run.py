@@ -17,18 +17,18 @@ from sparing_lab.studies.judges import Judgement
 from sparing_lab.studies.rows import Cell, Row
 from sparing_lab.studies.study import Settings, Study
 
-FORMAT = 1  #: of the JSON files
+FORMAT = 1  #: version of the JSON files
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study found."""
+    """The results of a study."""
 
     study: Study
     settings: Settings
     rows: tuple[Row, ...]
     judgements: Mapping[str, Judgement]  #: by the claims' keys
-    seconds: float  #: that the work took, in whichever run it was done
+    seconds: float  #: of all work, including that of earlier runs
     machine: Mapping[str, Any]
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""Validation loss against training time: does Skyformer get there earlier?"""
+"""Validation loss against training time: does Skyformer reach a loss earlier?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparing_lab.studies.tables import Table, listing
 
 SIDES = (EXACT, KERNELIZED, SKYFORMER, NYSTROM)
 RIVALS = (EXACT, KERNELIZED)
-#: Long enough that Skyformer can be faster, and short enough that kernelized attention ends. ListOps of such a length
-#: is not learned in so few steps.
+#: Long enough that Skyformer can be faster, and short enough that kernelized attention finishes. ListOps of this
+#: length is not learned in so few steps.
 SMALL = {
     "Text": Setup(512, 8, 3e-3, 60, 0.1, features=32),
     "Image": Setup(256, 16, 3e-3, 120, 0.1, features=32),
 }
-POINTS = {"small": 5, "paper": 50}  #: of a curve
-RISEN = 1.05  #: times the lowest loss is over-fitting
+POINTS = {"small": 5, "paper": 50}  #: points of a curve
+RISEN = 1.05  #: times the lowest loss counts as over-fitting
 AS_LOW = 1.02  #: times the level counts as reached
 
 
@@ -52,13 +52,13 @@ def reached(rows: Rows, side: str, task: str, what: str) -> float:
 
 
 def _by_task(rows: Rows, of: Callable[[str, str], float]) -> dict[str, dict[str, float]]:
-    """By task and side, Skyformer first."""
+    """Return a figure by task and side, Skyformer first."""
     tasks = [task for task in TASKS if pick(rows, task=task)]
     return {task: {side: of(side, task) for side in (SKYFORMER, *RIVALS)} for task in tasks}
 
 
 def _less(share: float) -> Callable[[Any], bool]:
-    """Skyformer's is lower than a rival's in at least a share of the comparisons."""
+    """Return a test of whether Skyformer is below a rival in at least a share of the comparisons."""
 
     def holds(found: dict[str, dict[str, float]]) -> bool:
         less = [times[SKYFORMER] < times[rival] for times in found.values() for rival in RIVALS]
@@ -68,7 +68,7 @@ def _less(share: float) -> Callable[[Any], bool]:
 
 
 def _earlier(figures: Callable[[Rows], dict[str, dict[str, float]]], of: str) -> Judge:
-    """Whether Skyformer takes less time than both rivals."""
+    """Judge whether Skyformer takes less time than both rivals."""
     return Judge(
         figures, Criterion("less than both on every task", _less(1)),
         Criterion("in at least half of the comparisons", _less(0.5)), lambda found: "; ".join(
@@ -78,7 +78,7 @@ def _earlier(figures: Callable[[Rows], dict[str, dict[str, float]]], of: str) ->
 
 
 def _rose(row: Row) -> bool:
-    """Whether the loss is well above its lowest at all later evaluations, of which there are some."""
+    """Return whether the loss is well above its minimum at all later evaluations, of which there are at least two."""
     losses = _losses(row)
     later = losses[losses.index(min(losses)) + 1 :]
     return len(later) >= 2 and all(loss >= RISEN * min(losses) for loss in later)
@@ -90,7 +90,7 @@ _SOONER = each("at the same evaluation or earlier", lambda steps: steps[SKYFORME
 
 
 def _pathfinder(rows: Rows) -> dict[str, float]:
-    """By side: the accuracy in percent."""
+    """Return the accuracy on Pathfinder in percent, for each side."""
     mine = pick(rows, task="Pathfinder")
     if not mine or not arena.learned(rows, "Pathfinder"):
         raise NotRun("no model learns Pathfinder at this scale")

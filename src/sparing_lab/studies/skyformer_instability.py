@@ -22,8 +22,8 @@ from sparing_lab.training.config import Config
 
 TABLE = numbers("skyformer", "instability")  #: table 1 of the appendix
 GAUSSIAN = (KERNELIZED, SKYFORMER)
-NEAR = 0.1  #: of a mean ratio is as good as the paper's
-ONE = 0.1  #: from 1 is "around 1"
+NEAR = 0.1  #: largest difference from the paper's mean ratio
+ONE = 0.1  #: largest distance from 1 that counts as "around 1"
 SPREAD = 0.1  #: standard deviation over seeds, a third of the paper's effect
 
 
@@ -64,17 +64,17 @@ def _tasks(rows: Rows) -> list[str]:
 
 
 def _means(rows: Rows, side: str, read: str) -> dict[str, float]:
-    """By task."""
+    """Return the mean ratio over seeds, for each task."""
     return {task: statistics.fmean(ratios(rows, side, read, task)) for task in _tasks(rows)}
 
 
 def _highest(known: Estimate) -> float:
-    """The upper end of a 95 % interval over seeds; the mean where one seed allows none."""
+    """Return the upper end of a 95 % interval over seeds, or the mean if there is one seed."""
     return known.mean if known.high is None else known.high
 
 
 def _read(read: str, *sides: str) -> Callable[[Rows], dict[str, Any]]:
-    """The means by side and task, with the upper ends of their intervals, and the means over the tasks."""
+    """Return a function for the means by side and task, upper ends of their intervals, and means over tasks."""
 
     def figures(rows: Rows) -> dict[str, Any]:
         found = {side: _means(rows, side, read) for side in sides}
@@ -103,7 +103,7 @@ def _paper_mean(found: dict[str, Any], side: str) -> float:
 
 
 def _stable(read: str, of: str) -> Judge:
-    """Whether both are below 1 on all tasks, surely; same shape: their means over the tasks are."""
+    """Judge whether both, with their intervals, are below 1 on all tasks; same shape: their means over tasks are."""
     return Judge(_read(read, *GAUSSIAN), below(1).of("high", "with the 95 % interval over seeds, on every task"),
                  below(1).of("average", "in the means over the tasks"), _shown, of=of)  # fmt: skip
 
@@ -114,14 +114,14 @@ def _size(by: float) -> Criterion:
 
 
 def _apart(rows: Rows) -> dict[str, float]:
-    """Between Skyformer and kernelized attention: the largest difference of a task, and that of the means."""
+    """Return the largest difference on a task between Skyformer and kernelized attention, and that of the means."""
     kernel, sky = (_means(rows, side, AFTER) for side in GAUSSIAN)
     apart = abs(statistics.fmean(kernel.values()) - statistics.fmean(sky.values()))
     return {"most": max(abs(kernel[task] - sky[task]) for task in kernel), "mean": apart}
 
 
 def _order(rows: Rows) -> dict[str, Any]:
-    """By method: the means by task, and Retrieval and Image less Text and ListOps, over seeds."""
+    """Return, for each method, the means by task, and by how much Retrieval and Image exceed Text and ListOps."""
     if set(_tasks(rows)) != set(TASKS):
         raise NotRun("needs all five tasks")
     found = {}
@@ -140,7 +140,7 @@ def _ordered(found: dict[str, Any]) -> str:
 
 
 def _spreads(rows: Rows) -> dict[str, list[float]]:
-    """By method: the standard deviation over seeds, for each task."""
+    """Return the standard deviations over seeds on all tasks, for each method."""
     if len(distinct(rows, "seed")) < 2:
         raise NotRun("one seed shows no spread")
     return {side: [statistics.stdev(ratios(rows, side, AFTER, task)) for task in _tasks(rows)] for side in TABLE}

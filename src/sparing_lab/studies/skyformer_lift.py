@@ -1,4 +1,4 @@
-"""The kernel matrix of queries and keys together, what Skyformer makes of it, and what its theorem promises."""
+"""The kernel matrix of queries and keys together, Skyformer's approximation of it, and the guarantee of Theorem 2."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sparing.methods.skyformer.method import Skyformer, gaussian
 
 
 class Lifted(NamedTuple):
-    """Two matrices (B, H, n_q + n_k, n_q + n_k)."""
+    """The exact and the approximate matrix, (B, H, n_q + n_k, n_q + n_k) each."""
 
     exact: Tensor  # C-bar, the Gaussian kernel of all rows of [Q; K]
     found: Tensor  # C-bar-tilde, from the landmarks
 
 
 class Promise(NamedTuple):
-    """What Theorem 2 asks for and gives, with the constants of its proof."""
+    """What Theorem 2 requires and guarantees, with the constants of its proof."""
 
     slack: float  #: lambda, the most that C-bar may exceed C-bar-tilde by
     dimension: float  #: d_stat, the sum of the leverages
-    landmarks: int  #: that suffice with probability 1 - delta, drawn independently
+    landmarks: int  #: number that suffices with probability 1 - delta, drawn independently
 
 
 def call_of(
@@ -39,7 +39,7 @@ def call_of(
     keep: Tensor | None = None,
     influence: Tensor | None = None,
 ) -> Call:
-    """Return what `attention` would hand to a method for queries [B, H, n, d], with that seed."""
+    """Return what `attention` would pass to a method for queries [B, H, n, d], with that seed."""
     return Call(
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         mask=Mask(keep=keep, influence=influence),
@@ -48,7 +48,7 @@ def call_of(
 
 
 def skyformer(spec: str | Skyformer) -> Skyformer:
-    """Return the method that has a lift."""
+    """Return the method of a spec; raise if it is not Skyformer, which alone has a lift."""
     found = _method(spec)
     if not isinstance(found, Skyformer):
         raise TypeError(f"method={found} has no lift; skyformer does")
@@ -56,7 +56,7 @@ def skyformer(spec: str | Skyformer) -> Skyformer:
 
 
 def lifted(spec: str | Skyformer, q: Tensor, k: Tensor, **options: Any) -> Lifted:
-    """Return both matrices, of queries and keys in float64; options: of `call_of`."""
+    """Return both matrices for queries and keys in float64; options: those of `call_of`."""
     chosen, call = skyformer(spec), call_of(q, **options)
     columns, middle, _ = chosen.lift(q, k, call)
     return Lifted(kernel_matrix(q, k, call.scale), columns @ chosen.solve(middle, columns.mT))
@@ -106,9 +106,9 @@ STARTS = ("identity", "transpose")
 
 
 def iterated(w: Tensor, steps: int, *, start: str = "identity", factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the inverse of W (..., m, m) after so many steps, and what is missing, I - A Z, for the scaled A.
+    """Return the inverse of W (..., m, m) after that many steps, and the residual I - A Z of the scaled A.
 
-    factor: of the start; more than 1 from the identity, or more than the largest column sum from the transpose, and
+    factor: multiplies the start. Above 1 from the identity, or above the largest column sum from the transpose,
         the iterates can exceed the inverse.
     """
     a, root = degree_scaled(w)

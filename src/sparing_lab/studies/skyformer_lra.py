@@ -3,7 +3,7 @@
 All methods have the same examples, start, batches and optimizer. What the paper's code does to some is left out:
 self-attention is not computed twice to save memory, no batch is cut in half, Linformer's projection is learned,
 Performer's scale is applied once, black pixels are tokens like others, and means are over the tokens that are there.
-Reformer has queries apart from keys, BigBird no random blocks; Informer is not among the methods of this library.
+Reformer has queries apart from keys, BigBird no random blocks; this library has no Informer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SMALL = {
     "Pathfinder": Setup(256, 16, 3e-3, 40, 0.1, features=32),
     "Image": Setup(64, 32, 3e-3, 200, 0.1, features=16),
 }
-UNLEARNED = ("Retrieval", "Pathfinder")  #: in so few steps; they get one seed, which shows that
+UNLEARNED = ("Retrieval", "Pathfinder")  #: not learned in so few steps; one seed is enough to show that
 SECONDS = {"small": 6.0, "paper": 60.0}  #: for each side of a race, unless two rounds take longer
-NEAR = 0.8  #: of the paper's ratio is as good as it
+NEAR = 0.8  #: share of the paper's ratio that counts as reproduced
 #: Table 1 of the paper, in percent, and table 2, in hours and GB: side -> task -> value.
 ACCURACY, HOURS, MEMORY = (numbers("skyformer", name) for name in ("accuracy", "hours", "memory"))
-LENGTHS = tuple(sorted(set(arena.PADDED.values())))  #: of its tasks
-NOISE = 2.0  #: points that two runs can differ by, at the least
+LENGTHS = tuple(sorted(set(arena.PADDED.values())))  #: lengths of its tasks
+NOISE = 2.0  #: least difference of two runs that counts, in points
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -85,7 +85,7 @@ def mean_points(rows: Rows, side: str) -> float:
 def spread_of(rows: Rows, task: str) -> float:
     """Return the standard deviation of a run's accuracy over seeds; 0 where there is one.
 
-    What a seed does to all methods alike is taken out: its examples are theirs, too.
+    The part that a seed changes for all methods alike is removed, because they share its examples.
     """
     runs = [[row["accuracy"] for row in pick(rows, what="train", task=task, side=side)] for side in SIDES]
     seeds = len(runs[0])
@@ -102,7 +102,7 @@ def spread_of(rows: Rows, task: str) -> float:
 def noise_between(rows: Rows, one: str, other: str) -> float:
     """Return two standard errors of the difference of two methods' means, in points, and not less than `NOISE`.
 
-    The error of a run is what its held-out examples allow, or what seeds differ by, whichever is more.
+    The error of a run is that from its held-out examples or the spread over seeds, whichever is larger.
     """
     tasks = learned_tasks(rows)
     total = 0.0
@@ -115,7 +115,7 @@ def noise_between(rows: Rows, one: str, other: str) -> float:
 
 
 def cost_of(rows: Rows, side: str, length: int) -> Row:
-    """Return the row about a side's step."""
+    """Return the row with the cost of a side's step."""
     return the(rows, what="cost", side=side, length=length)
 
 
@@ -125,13 +125,13 @@ def faster_by(rows: Rows, side: str, length: int, against: str = MATRIX) -> floa
 
 
 def smaller_by(rows: Rows, side: str, length: int, against: str = MATRIX) -> float | None:
-    """Return how many times as much memory a step of the other takes; None where it is not known."""
+    """Return how many times as much memory a step of the other takes; None if unknown."""
     theirs, mine = (cost_of(rows, each, length)["peak"] for each in (against, side))
     return None if theirs is None or mine is None else theirs / max(mine, 1)
 
 
 def _against(other: str, *sides: str) -> Any:
-    """The function that gives the lead of sides over another in the mean over tasks, with the noise of that."""
+    """Return a function for the lead of sides over another in the mean over tasks, with its noise."""
 
     def figures(rows: Rows) -> dict[str, Any]:
         if not (tasks := learned_tasks(rows)):
@@ -155,7 +155,7 @@ def _means(found: dict[str, Any], sides: Sequence[str]) -> str:
 
 
 def _keeps(sides: Sequence[str], against: str) -> Judge:
-    """Whether none is behind in the mean; same shape: one is not."""
+    """Judge whether no side is worse in the mean by more than noise; same shape: at least one is not."""
     return Judge(
         _against(against, *sides), _KEEPS.of("leads"), _KEEPS.once().of("leads"), lambda found: (
             f"{_means(found, [*sides, against])} (noise {found['noise']:.1f}); {', '.join(found['tasks'])}"),

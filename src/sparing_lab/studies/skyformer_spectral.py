@@ -32,7 +32,7 @@ LENGTHS = {"small": (512, 2048), "paper": (512, 1024, 2048, 4096)}
 #: Read off the paper's figure, within 3 %: weights and length -> method -> values by the number of landmarks.
 READ = {(weights, length): numbers("skyformer", "figure 1")[f"{weights} {length}"] for weights in WEIGHTS
         for length in (512, 4096)}  # fmt: skip
-Panel = tuple[str, int]  #: of the figure: weights and length
+Panel = tuple[str, int]  #: a panel of the figure: weights and length
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -57,7 +57,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 def _documents(settings: Settings) -> Documents:
-    """WikiText-2, as in the paper; where nothing may be downloaded, Python's help topics do."""
+    """Return WikiText-2, as in the paper, or at small scale without that file Python's help topics."""
     if settings.small and (settings.data is None or wikitext.path_in(settings.data) is None):
         return documents.default()
     return wikitext.read(settings.data, wanted_by="skyformer-spectral")
@@ -68,7 +68,7 @@ def _documents(settings: Settings) -> Documents:
 def _inputs(
     settings: Settings, model: str, weights: str, length: int, seed: int, fingerprint: str
 ) -> list[LayerInputs]:
-    """Of every layer, or of every second of a small model, for the text of that number; fingerprint: of all texts."""
+    """Return the inputs of all layers (every second at small scale) for text number `seed`; fingerprint: the texts'."""
     subject = loaded(model) if weights == "pretrained" else untrained(loaded(model), seed=seed)
     if subject.positions is not None and length > subject.positions:
         subject = extended(subject, length)
@@ -84,14 +84,14 @@ def _inputs(
 
 
 def _curves(rows: Rows, field: str = "error") -> dict[Panel, dict[str, dict[int, float]]]:
-    """Panel -> method -> the mean over seeds by the number of landmarks."""
+    """Return panel -> method -> mean over seeds by the number of landmarks."""
     return {
         panel: curves(here, "budget", field, "method") for panel, here in grouped(rows, "weights", "length").items()
     }
 
 
 def _ends(rows: Rows) -> dict[Panel, dict[str, dict[int, float]]]:
-    """The panels of the figure: both weights at the shortest and the longest length; the paper's three methods."""
+    """Return the figure's panels: both weights at the shortest and the longest length; the paper's three methods."""
     found, lengths = _curves(rows), ends(distinct(rows, "length"))
     return {(weights, length): {name: found[weights, length][name] for name in SPECS}
             for weights in WEIGHTS for length in lengths}  # fmt: skip
@@ -101,7 +101,7 @@ Ends = dict[Panel, dict[str, dict[int, float]]]
 
 
 def _won(found: Ends, budget: int) -> list[Panel]:
-    """The panels where Skyformer's error is the least."""
+    """Return the panels where Skyformer's error is the least."""
     return [panel for panel, curves in found.items() if ahead("Skyformer", at=budget).holds(curves)]
 
 
@@ -110,12 +110,12 @@ def _in_panels(words: str, many: int) -> Criterion:
 
 
 def _lost(found: Ends) -> list[set[Panel]]:
-    """At 64 landmarks and more: the panels where Skyformer is not ahead."""
+    """Return the panels where Skyformer is not ahead, for each number of landmarks from 64."""
     return [set(found) - set(_won(found, budget)) for budget in BUDGETS if budget >= 64]
 
 
 def _pretrained(rows: Rows) -> dict[int, dict[str, float]]:
-    """By length: errors at 16 landmarks on pretrained weights."""
+    """Return the errors at 16 landmarks on pretrained weights, by length."""
     return {length: {name: errors[16] for name, errors in curves.items()}
             for (weights, length), curves in _ends(rows).items() if weights == "pretrained"}  # fmt: skip
 
@@ -124,7 +124,7 @@ _WORST = each("the largest error", lambda errors: errors["Skyformer"] == max(err
 
 
 def _gains(rows: Rows) -> dict[Panel, float]:
-    """By how much Nystromformer's error falls from 16 to 256 landmarks."""
+    """Return the share by which Nystromformer's error falls from 16 to 256 landmarks."""
     return {panel: 1 - curves["Nystromformer"][256] / curves["Nystromformer"][16]
             for panel, curves in _ends(rows).items()}  # fmt: skip
 
@@ -145,7 +145,7 @@ def _fallen(found: dict[Panel, dict[int, float]]) -> str:
 
 
 def _growth(rows: Rows) -> dict[str, Any]:
-    """For all weights, methods and landmarks: the error at the longest length / that at the shortest."""
+    """Return error at the longest length / error at the shortest, for all weights, methods and landmarks."""
     found, (short, long) = _ends(rows), ends(distinct(rows, "length"))
     ratios = [
         found[weights, long][name][d] / found[weights, short][name][d]
@@ -155,7 +155,7 @@ def _growth(rows: Rows) -> dict[str, Any]:
 
 
 def _off(rows: Rows) -> list[float]:
-    """How far errors are from all values that were read off."""
+    """Return the relative differences of errors from all values that were read off the paper's figure."""
     if any(row["model"] != MODELS["paper"] or "help topics" in row["text"] for row in rows):
         raise NotRun(f"needs {MODELS['paper']} and WikiText-2: --scale paper")
     found = _curves(rows)

@@ -24,16 +24,16 @@ from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, listing
 from sparing_lab.tasks import listops
 
-WIDTH = 64  #: columns of the paper's matrices; heads stand side by side until they have so many
-LAYER = 2  #: the paper's
-READ_OFF = numbers("skyformer", "singular values")  #: by task: the values of numbers 10 and 64
-FIRST = 200.0  #: the paper's value number 1, about
+WIDTH = 64  #: columns of the paper's matrices; heads are joined until they have that many
+LAYER = 2  #: the paper's layer, counted from 1
+READ_OFF = numbers("skyformer", "singular values")  #: singular values number 10 and 64, by task
+FIRST = 200.0  #: the paper's first singular value, about
 WEIGHTS = ("pretrained", "random")
-LISTS = 40  #: of ListOps
+LISTS = 40  #: number of examples of ListOps
 
 
 def _texts(settings: Settings) -> dict[str, Documents]:
-    """By what they are."""
+    """Return the texts by their kind."""
     found = {
         "help topics": documents.default(),
         "ListOps": Documents("ListOps", tuple(" ".join(words) for words in islice(listops.examples(0), LISTS))),
@@ -42,7 +42,7 @@ def _texts(settings: Settings) -> dict[str, Documents]:
     if settings.data is not None:
         folder = settings.data / "imdb"
         files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.xz")], key=lambda path: path.name[:4] != "test")
-        if files:  # the test set, where there is one
+        if files:  # the test set, if there is one
             reviews = documents.read(files[:1])
             found["film reviews"] = Documents(reviews.name, reviews.texts[:200])
         else:
@@ -78,7 +78,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 class _EnoughError(Exception):
-    """The layer was seen."""
+    """Raised to stop the model after the layer that is measured."""
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def blocks(heads: Tensor) -> Tensor:
     """Return [H, n, d] as matrices with 64 columns, of one head or more; with all heads' where these are fewer."""
     count, n, d = heads.shape
     each = max(1, min(count, WIDTH // d))
-    whole = heads[: count // each * each]  # heads that are left over are left out
+    whole = heads[: count // each * each]  # heads that do not fill a block are left out
     return whole.unflatten(0, (-1, each)).transpose(1, 2).reshape(-1, n, each * d)
 
 
@@ -139,7 +139,7 @@ def ratio(row: Row, number: int) -> float:
 
 
 def _decays(number: int, limit: float) -> Judge:
-    """Whether the singular value of that number is below a share of the first."""
+    """Judge whether the singular value of that number is below a share of the first."""
 
     def figures(rows: Rows) -> dict[str, list[float]]:
         found = {model: [ratio(row, number) for row in some]
@@ -162,7 +162,7 @@ _CONTROL = "random weights"
 
 
 def _tasks(rows: Rows) -> dict[str, float]:
-    """By the task that a model was trained on: the singular value number 10 / number 1."""
+    """Return singular value number 10 / number 1, by the task that a model was trained on."""
     found = {row["trained_on"]: ratio(row, 10) for row in rows if row.get("trained_on")}
     return found if set(READ_OFF) <= set(found) else {}
 

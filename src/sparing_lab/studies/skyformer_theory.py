@@ -1,4 +1,4 @@
-"""Skyformer's theory: what Theorem 2 and Lemma 3 promise of the landmarks, and the iteration for their inverse."""
+"""Skyformer's theory: what Theorem 2 and Lemma 3 guarantee for the landmarks, and the iteration for their inverse."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparing_lab.studies.skyformer_lift import STARTS
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, listing
 
-ORDER, SWEEP, PROMISED = 96, 256, 400  #: queries, and as many keys
+ORDER, SWEEP, PROMISED = 96, 256, 400  #: number of queries, and of keys
 SWEPT = (4, 8, 16, 32, 64, 128, 256)
 EPS, DELTA = 0.1, 0.1
-LEVEL = 1e-6  #: of the binomial test
-TOLERANCE = -1e-9  #: an eigenvalue that rounding may have made negative
-FINE = 0.1  #: the norm of I - AZ that counts as an inverse
+LEVEL = 1e-6  #: level of the binomial test
+TOLERANCE = -1e-9  #: least eigenvalue that counts as 0 with rounding
+FINE = 0.1  #: largest norm of I - AZ that counts as an inverse
 
-#: Which landmarks: as many as Theorem 2 asks for, as the halved bound asks for, and too few; with the damping.
+#: Number of landmarks, with the damping: as Theorem 2 asks for, as its halved bound asks for, and too few.
 DRAWN = (
     ("theorem", 0.0), ("theorem", 0.1), ("theorem", 50.0), ("halved", 0.0), ("control", 0.0),
 )  # fmt: skip
@@ -50,7 +50,7 @@ def _measure(settings: Settings, cell: Cell) -> Row | list[Row]:
 
 
 def _failed(row: Row, of: str, *, factor: float = 4.0) -> int:
-    """Draws that break C-bar <= C-bar-tilde + lambda I ("whole"), or |C - C-tilde| <= eps |C| ("block")."""
+    """Count draws that break C-bar <= C-bar-tilde + lambda I ("whole"), or |C - C-tilde| <= eps |C| ("block")."""
     allowed = max(row["slack"], factor * row["n"] * row["gamma"] / row["count"])
     if of == "block":
         allowed = max(row["eps"] * row["size"], allowed / 2 if row["gamma"] else 0.0)
@@ -58,7 +58,7 @@ def _failed(row: Row, of: str, *, factor: float = 4.0) -> int:
 
 
 def _too_many(failed: int, row: Row) -> bool:
-    """Whether a rate of failures of at most delta gives so many, or more, too rarely."""
+    """Return whether that many failures are too unlikely, by a binomial test, for a rate of at most delta."""
     return failed > 0 and 1 - binomial_at_most(failed - 1, len(row["whole"]), row["delta"]) < LEVEL
 
 
@@ -67,7 +67,7 @@ def _fits(row: Row, of: str) -> bool:
 
 
 def _promised(rows: Rows) -> dict[str, Row]:
-    """Draws of the landmarks that Theorem 2 asks for, of those that half its bound asks for, and of too few."""
+    """Return the rows with as many landmarks as Theorem 2 asks for, as its halved bound asks for, and too few."""
     drawn = {name: the(rows, what="promise", landmarks=name) for name in ("halved", "control")}
     return {**drawn, "theorem": the(rows, what="promise", landmarks="theorem", gamma=0.0)}
 
@@ -87,7 +87,7 @@ def _theorem(found: dict[str, Row]) -> str:
 
 
 def _halves(rows: Rows) -> dict[str, Any]:
-    """The error of C~ over that of the lifted matrix, beside the promise."""
+    """Return the largest error of C~ / error of the lifted matrix, and the rows of `_promised`."""
     found = pick(rows, what="sweep") + pick(rows, what="promise", landmarks="control")
     ratios = [b / w for row in found for b, w in zip(row["block"], row["whole"], strict=True) if w > 1e-9]
     return {**_promised(rows), "most": max(ratios)}
@@ -112,7 +112,7 @@ _DAMPED = each("a failure rate of at most delta is not rejected for gamma > 0", 
 
 
 def _scaled_ends(rows: Rows) -> dict[str, Any]:
-    """The least and the largest eigenvalue, and whether each least is above its bound."""
+    """Return the least and the largest eigenvalue, and the least distance of a least one from its lower bound."""
     found = pick(rows, what="scaled")
     most = [value for row in found for value in row["most"]]
     floors = [row["least"] - row["gamma"] / (row["landmarks"] + row["gamma"]) for row in found]
@@ -131,7 +131,7 @@ def _early(rows: Rows) -> dict[str, list[float]]:
 
 
 def _six(rows: Rows) -> dict[str, Any]:
-    """After six steps at gamma = 0.1, by start: |I - AZ|, and the error of C~ over that with the exact inverse."""
+    """Return |I - AZ| after six steps at gamma = 0.1, by start, and error of C~ / error with the exact inverse."""
     found = {start: pick(rows, what="steps", start=start, steps=6, gamma=0.1) for start in STARTS}
     return {
         start: {"residual": [row["residual"] for row in some], "worse": max(row["error"] / row["best"] for row in some)}
@@ -183,7 +183,7 @@ def _tables(rows: Rows) -> list[Table]:
 
 
 def _share(of: str) -> Any:
-    """Of |C|, the mean of the heads."""
+    """Return a function for a row's error / |C|, averaged over heads."""
     return lambda row: fmean(x / size for x, size in zip(row[of], row["size"], strict=True))
 
 

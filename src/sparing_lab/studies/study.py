@@ -1,4 +1,4 @@
-"""What a study is: cells to measure, and claims of a paper that the rows are held against.
+"""What a study is: cells to measure, and claims of a paper that are judged by the rows.
 
 A study is a page: `cells` lists what is measured, `measure` does one cell, `claims` name the figures that they are
 judged by, and `tables` and `draw` show the rows.
@@ -23,13 +23,13 @@ SCALES = ("small", "paper")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a study."""
+    """The options that a user passes to a study."""
 
     scale: str = "small"  #: "small": minutes, nothing is downloaded; "paper": its models, data and settings
     data: Path | None = None  #: folder with datasets
-    seeds: int | None = None  #: None: as many as the study thinks right for the scale
+    seeds: int | None = None  #: None: the study's default for the scale
     model: str | None = None  #: a folder or a name on the hub, in place of the study's own
-    together: bool = False  #: several studies run: each takes what it finds in the data, and goes without the rest
+    together: bool = False  #: several studies run: data that one of them does not use are no error
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -45,7 +45,7 @@ class Settings:
 
     @property
     def usual(self) -> bool:
-        """Return whether the findings are about results of these settings."""
+        """Return whether the findings were written about results with these settings."""
         return self.small and self.model is None
 
     def files(self, *patterns: str, wanted: str, paper: str) -> list[Path]:
@@ -61,7 +61,7 @@ class Settings:
         return found
 
     def refuse_unused(self, wanted: str) -> None:
-        """Raise where data were given and hold nothing for a study; wanted: files and their format."""
+        """Raise if data were given and hold nothing for a study, unless several run; wanted: files and their format."""
         if self.data is not None and not self.together:
             raise ValueError(f"data: {self.data} holds nothing for this study, which looks for {wanted}")
 
@@ -73,13 +73,13 @@ class Claim:
     key: str  #: a short name, unique in its study
     where: str  #: in the paper
     states: str
-    paper: str  #: its figures, in few words
+    paper: str  #: the paper's figures, in few words
     judge: Judge
-    ours: bool = False  #: a question of ours, which the paper does not put
+    ours: bool = False  #: a question of ours, which the paper does not ask
 
     @property
     def criterion(self) -> str:
-        """Return what "reproduces" takes, and "same shape" where that can be the answer."""
+        """Return the criteria of "reproduces" and, if it is a possible verdict, of "same shape", in words."""
         return self.judge.criterion
 
 
@@ -92,13 +92,13 @@ class Study:
     paper: str  #: a key of `PAPERS`
     where: str  #: in the paper
     cells: Callable[[Settings], Sequence[Cell]]
-    measure: Callable[[Settings, Cell], Row | list[Row]]  #: what a piece of work finds, beside its cell
+    measure: Callable[[Settings, Cell], Row | list[Row]]  #: measures a cell; returns what is added to it
     tables: Callable[[Rows], Sequence[Table]]
     draw: Callable[[Rows, Figure], None]
     claims: Sequence[Claim] = ()
-    timed: bool = False  #: results belong to a machine
-    version: int = 1  #: of what is measured; a higher one forgets kept results
-    options: Sequence[str] = field(default=())  #: of `Settings` that change something: "data", "seeds", "model"
+    timed: bool = False  #: results depend on the machine
+    version: int = 1  #: of what is measured; raise it to discard kept results
+    options: Sequence[str] = field(default=())  #: fields of `Settings` with an effect: "data", "seeds", "model"
     findings: Mapping[str, str] | None = None  #: by the claims' keys; None: those of the paper's file
 
     def finding(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Tables of figures for people."""
+"""Tables of figures, formatted for reading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparing_lab.studies.rows import Row, Rows
 
 @dataclass(frozen=True)
 class Table:
-    """Figures for people."""
+    """A table of formatted figures."""
 
     title: str
     columns: Sequence[str]

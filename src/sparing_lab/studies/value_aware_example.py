@@ -1,4 +1,4 @@
-"""Three values for which the largest weight is the worst choice, and how kernels differ in that."""
+"""Three values for which the largest weight is the worst choice, and how often that happens with different kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, listing
 
 WEIGHTS = (0.25, 0.35, 0.40)
-LENGTHS = tuple(3.0 * 2**power for power in range(13))  #: of the third value, 3 and more
-DEGREES = tuple(range(0, 33, 2))  #: of a polynomial kernel
+LENGTHS = tuple(3.0 * 2**power for power in range(13))  #: lengths of the third value
+DEGREES = tuple(range(0, 33, 2))  #: degrees of a polynomial kernel
 SPREADS = (1.0, 2.0, 4.0)  #: standard deviations of the inner products, in an exponential kernel
 KEYS = 32
 DRAWS = 2000
@@ -53,9 +53,9 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 def _rankings(kernel: Callable[[Tensor], Tensor], draws: int) -> Row:
-    """How skewed the weights of a kernel are, and how often the largest is the best choice for one value.
+    """Measure how skewed the weights of a kernel are, and how often the largest is the best choice of one value.
 
-    Orthogonal values with log-normal lengths, and random inner products of unit spread, as in the paper's argument.
+    Values are orthogonal, of log-normal lengths, inner products standard normal, as in the paper's argument.
     """
     random = torch.Generator().manual_seed(0)  # the same products and values for all kernels
     products = torch.randn(draws, KEYS, generator=random, dtype=torch.float64)
@@ -74,7 +74,7 @@ def _example(rows: Rows) -> Row:
 
 
 def _growing(rows: Rows) -> dict[str, Any]:
-    """Errors by the length of v3, and where it is longest."""
+    """Return the errors by the length of v3, and the oblivious ones at its four largest lengths."""
     both = {name: curve(pick(rows, what="growing"), "length", name) for name in ("oblivious", "aware")}
     return {**both, "end": dict(list(both["oblivious"].items())[-4:])}
 
@@ -89,7 +89,7 @@ def _grown(found: dict[str, Any]) -> str:
 
 
 def _powers(rows: Rows) -> dict[str, Any]:
-    """By the degree: how often the largest weight is best, and how large it is."""
+    """Return, by degree, how often the largest weight is the best choice, and how large it is."""
     return {name: curve(pick(rows, what="kernel"), "degree", name) for name in ("agree", "skew")}
 
 
@@ -99,7 +99,7 @@ def _ends(found: dict[str, Any]) -> tuple[float, float, int]:
 
 
 def _less(rows: Rows) -> list[Row]:
-    """The exponential kernels, each beside the polynomial of degree 2."""
+    """Return the rows of exponential kernels, each compared with the polynomial kernel of degree 2."""
     low = the(rows, what="kernel", degree=2)
     return [{**row, "low": low["skew"], "less": all(low[of] < row[of] for of in ("skew", "agree"))}
             for row in pick(rows, what="exp")]  # fmt: skip

@@ -1,7 +1,8 @@
 """Language models trained with three kernels, and how few keys each can do with.
 
-The paper trains on the words of WikiText-103, with a rate that falls with the root of the steps; here a token is a
-byte, and the rate falls in a line. The oracles take the weights of the kernel that the model was trained with.
+The paper trains on the words of WikiText-103, with a learning rate that falls with the root of the steps; here a
+token is a byte, and the learning rate falls linearly. The oracles take the weights of the kernel that the model was
+trained with.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ BUDGETS = {
     "small": {"top_keys": (1, 2, 4, 8, 17, 32, 64), "value_aware": (1, 2, 4, 8, 17)},
     "paper": {"top_keys": (1, 2, 4, 8, 16, 32, 65, 128, 256), "value_aware": (1, 2, 4, 8, 16, 32, 65)},
 }
-EXAMPLES = {"small": 64, "paper": 256}  #: held-out pieces
-SEARCHED = {"small": 4, "paper": 4}  #: pieces in which width + 1 values are looked for, which takes longest
+EXAMPLES = {"small": 64, "paper": 256}  #: number of held-out pieces
+SEARCHED = {"small": 4, "paper": 4}  #: pieces where width + 1 values are searched, the slowest part
 TABLE_2 = numbers("value-aware", "table 2")  #: perplexities of exact attention and of the oracles at 1 and 65 keys
 _LARGE_FILE = "wikitext103/wiki.train.tokens"
 
 
 @functools.lru_cache(maxsize=1)
 def _text(settings: Settings) -> tuple[Path | None, str]:
-    """The file that is learned from, None for the help topics, and the fingerprint of its text."""
+    """Return the training file, None for the help topics, and the fingerprint of its text."""
     data = settings.data
     if settings.small:
         path = None if data is None else wikitext.path_in(data)
@@ -104,18 +105,18 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     return rows
 
 
-Loss = tuple[float, float, float]  #: a loss, how much that is above exact attention's, and the standard error of this
+Loss = tuple[float, float, float]  #: a loss, its excess over exact attention, and the standard error of that
 
 
 def _of(rows: Rows, kind: str, oracle: str, r: int | None = None) -> Loss:
-    """Means over seeds."""
+    """Return a loss averaged over seeds."""
     found = pick(rows, what="swap", kind=kind, oracle=oracle, r=r)
     error = math.sqrt(sum(row["error"] ** 2 for row in found)) / len(found)
     return mean(found, "loss"), mean(found, "gap"), error
 
 
 def _full(rows: Rows) -> int:
-    """Width + 1 keys."""
+    """Return width + 1, the number of keys that is enough for exact outputs."""
     return head(rows[0]) + 1
 
 
@@ -124,7 +125,7 @@ def _budgets(rows: Rows, oracle: str) -> list[int]:
 
 
 def _apart(low: Loss, high: Loss) -> bool:
-    """Whether one loses less than the other, by more than two standard errors."""
+    """Return whether `low` loses less than `high`, by more than two standard errors."""
     return high[1] - low[1] > 2 * math.hypot(low[2], high[2])
 
 
@@ -137,7 +138,7 @@ def _at(rows: Rows, oracle: str, r: int) -> dict[str, Loss]:
 
 
 def _both(rows: Rows) -> dict[tuple[str, int], dict[str, Loss]]:
-    """By kernel and budget, both oracles."""
+    """Return the losses of both oracles, by kernel and budget."""
     budgets = [r for r in _budgets(rows, "value_aware") if r in _budgets(rows, "top_keys")]
     return {(kind, r): {oracle: _of(rows, kind, oracle, r) for oracle in ORACLES} for kind in KINDS for r in budgets}
 
@@ -161,7 +162,7 @@ def _more(least: float) -> Criterion:
 
 
 def _skewed(rows: Rows) -> dict[str, Any]:
-    """Kernels by their skew, the most skewed first."""
+    """Return the skew and the loss of each kernel, and their order, the most skewed first."""
     skew = {kind: mean(pick(rows, what="trained", kind=kind), "largest") for kind in KINDS}
     losses = _at(rows, "top_keys", _full(rows))
     order = sorted(KINDS, key=skew.__getitem__, reverse=True)

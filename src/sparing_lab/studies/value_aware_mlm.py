@@ -1,9 +1,9 @@
 """Masked language models trained here at growing length, and what is left of them with few keys.
 
-The paper trains RoBERTa on at 4096 tokens; here a model starts from nothing, a token is a byte, and the budgets are the
-paper's shares: width + 1 keys, four features for each coordinate of a head, n/64 and n/8 keys in a round of LSH. A
-model of each length learns from as many bytes. The lengths are short on the small scale: the longer the text, the more
-steps it takes until a model does better than the frequencies of bytes.
+The paper trains RoBERTa further at 4096 tokens; here a model is trained from scratch and a token is a byte. The budgets
+are the paper's shares: width + 1 keys, four features for each coordinate of a head, n/64 and n/8 keys in a round of
+LSH. Models of all lengths are trained on equally many bytes. The lengths are short at small scale: the longer the text,
+the more steps it takes until a model does better than the frequencies of bytes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ LARGE: dict[str, Any] = {
 }  # fmt: skip
 LENGTHS = {"small": (32, 64, 128), "paper": (512, 4096)}
 HASHED = 128  #: shorter texts have less than two keys in the smaller of the paper's chunks
-BYTES = {"small": 2048, "paper": 4096}  #: of a step
+BYTES = {"small": 2048, "paper": 4096}  #: bytes in a training step
 TRIED = {"small": 8192, "paper": 2**20}  #: held-out bytes, in as many pieces as a task holds out at most
-SEARCHED = 2  #: pieces in which width + 1 values are looked for
-DRAWS = {"small": 2, "paper": 5}  #: of methods that draw random numbers
+SEARCHED = 2  #: number of pieces where width + 1 values are searched
+DRAWS = {"small": 2, "paper": 5}  #: seeds of methods that draw random numbers
 KEYS = {
     "small": {"top_keys": (1, 2, 4, 8, 9, 16, 32), "value_aware": (1, 2, 4, 9), "window": (2, 4, 8, 16, 32)},
     "paper": {
@@ -62,7 +62,7 @@ KEYS = {
 
 @functools.lru_cache(maxsize=1)
 def _text(settings: Settings) -> tuple[str | None, str]:
-    """The folder that is learned from, None for the help topics, and the fingerprint of its text."""
+    """Return the folder of training texts, None for the help topics, and the fingerprint of its text."""
     found = oracles.books(settings, "value-aware-mlm")
     if not found:
         return None, Documents("topics", tuple(distinct_topics())).fingerprint
@@ -75,7 +75,7 @@ def _specs(settings: Settings, length: int, head: int) -> list[str]:
 
 
 def _features(head: int) -> str:
-    """As many for each coordinate as the paper's 256 for 64."""
+    """Return random features, as many for each coordinate of a head as the paper's 256 for 64."""
     return f"random_features(features={4 * head})"
 
 
@@ -120,7 +120,7 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 
 def _row(spec: str, got: Tried, exact: Tried) -> Row:
-    """As `Group` reads it: the share of hidden bytes that are wrong, and by how much it is more than exactly."""
+    """Return a row for `Group`: the percentage of hidden bytes that are wrong, and its excess over exact attention."""
     gap, error = got.beyond(exact, "wrong")
     return {
         "what": "swap", "model": "byte model", "kind": "masked", "spec": spec, "value": 100 * got.error, "read": None,
@@ -129,14 +129,14 @@ def _row(spec: str, got: Tried, exact: Tried) -> Row:
 
 
 def _searched(run: Callable[..., Tried], keys: int, numbers: Sequence[int]) -> Row:
-    """How far the loss is from exact attention's if so many values are looked for, for every query of some pieces."""
+    """Return how far the loss is from exact attention's if that many values are searched for each query."""
     choice = OracleOf(kernel=method("kernel(kind=exp)"), choice=method(f"value_aware(keys={keys})"))
     exact, found = run("exact", numbers=numbers), run(choice, numbers=numbers)
     return {"off": abs(found.loss - exact.loss)}
 
 
 def _guess(task: Task) -> Callable[..., Tensor]:
-    """A model that always says the most frequent byte."""
+    """Return a model that always predicts the most frequent byte."""
     some = torch.cat([task.train[number].tokens for number in range(min(64, len(task.train)))])
     common = int(some.bincount().argmax())
 
@@ -151,7 +151,7 @@ def _few(group: Group) -> str:
 
 
 def _noise(group: Group, *specs: str) -> float:
-    """Two standard errors of a difference between them."""
+    """Return two standard errors of the difference between methods."""
     return 2 * math.hypot(*(mean(pick(group.rows, spec=spec), "error") for spec in specs))
 
 
@@ -176,7 +176,7 @@ def _share_left(found: Sequence[Group]) -> str:
 
 
 def _guessed(rows: Rows, length: int) -> float:
-    """Wrong bytes of a model that always says the most frequent one."""
+    """Return the errors of a model that always predicts the most frequent byte."""
     return mean(pick(rows, what="trained", length=length), "guess")
 
 
@@ -191,12 +191,12 @@ def _useless(found: tuple[Group, float]) -> bool:
 
 
 def _ends(rows: Rows) -> list[Group]:
-    """All models, the shortest text first."""
+    """Return all models, the shortest text first."""
     return sorted(groups(rows), key=lambda group: group.length)
 
 
 def _fall(found: Sequence[Group]) -> tuple[float, float]:
-    """By how much the longest is wrong less often than the shortest, and two standard errors of that."""
+    """Return by how many points the error falls from the shortest to the longest text, and two standard errors."""
     shares = [(group.values["exact"] / 100, group.rows[0]["asked"]) for group in (found[0], found[-1])]
     noise = 200 * math.sqrt(sum(share * (1 - share) / asked for share, asked in shares))
     return found[0].values["exact"] - found[-1].values["exact"], noise

@@ -1,7 +1,7 @@
-"""How few keys are enough, if one knows the values and if one does not: oracles and methods in real models.
+"""How few keys are enough with and without knowledge of the values: oracles and methods in real models.
 
-The best values cost most to find: in SmolLM2's 30 layers, at 2048 tokens, a quarter of an hour of a core for 8 of
-them. So they are looked for at 512 tokens on the small scale, and at 2048 on the paper's.
+The best values cost most to find: in SmolLM2's 30 layers, at 2048 tokens, 8 of them take a core a quarter of an
+hour. So they are searched at 512 tokens on the small scale, and at 2048 on the paper's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _specs(name: str, *keys: int) -> list[str]:
 
 
 def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
-    """Model, its kind, tokens, documents, and what runs in all of its layers."""
+    """Return the runs: model, its kind, tokens, documents, and the methods to run in all of its layers."""
     top, aware, windows = (partial(_specs, name) for name in ("top_keys", "value_aware", "window"))
     features = "random_features(features=256)"
     encoder = [*buckets(512), features, "lsh(rounds=4, chunk=32, combine=sum, align=rank)"]
@@ -74,7 +74,7 @@ def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
 
 @functools.lru_cache(maxsize=1)
 def _texts(settings: Settings) -> Documents:
-    """Novels from DIR/books, or the help topics."""
+    """Return the novels in DIR/books, or the help topics."""
     found = oracles.books(settings, "value-aware-oracles")
     return documents.read(found, whole=True) if found else documents.default()
 
@@ -121,7 +121,7 @@ def _measure(settings: Settings, cell: Cell) -> Row:
 
 
 def _exact(rows: Rows) -> list[tuple[str, bool]]:
-    """What was found with width + 1 values, in words, and whether that is exact."""
+    """Return the results with width + 1 values, in words, and whether each is exact."""
     found = []
     for row in pick(rows, what="built"):
         convex = row["most"] <= row["keys"] and row["least"] >= 0 and row["off"] < 1e-9
@@ -136,7 +136,7 @@ def _exact(rows: Rows) -> list[tuple[str, bool]]:
 
 
 def _ratios(*specs: str, long: bool = False) -> Callable[[Rows], list[tuple[Group, list[float]]]]:
-    """By model with perplexities or errors: those of methods / exact attention's; long: of SmolLM2 at 2048 tokens."""
+    """Return a function for perplexity or error / exact attention's, by model; long: SmolLM2 only at 2048 tokens."""
 
     def figures(rows: Rows) -> list[tuple[Group, list[float]]]:
         return [
@@ -157,7 +157,7 @@ _ONE = (spec_of("top_keys", 1), spec_of("value_aware", 1))
 
 
 def _multipoles(rows: Rows) -> list[tuple[Group, str, float]]:
-    """Multipole's settings, with the loss of the largest weights at the keys that each read."""
+    """Return multipole's settings, each with the loss of the largest weights at as many keys as it read."""
     found = []
     for group in groups(rows):
         for spec in group.values:

@@ -21,9 +21,9 @@ from sparing_lab.studies.tables import Table, pivot
 LENGTH = 128
 HASHES = (8, 16, 32, 64, 128, 256)
 DRAWS = {"small": 2, "paper": 16}
-SHOWN = (8, 32, 128)  #: hashes of the matrices that are drawn
-AT = 128  #: hashes at which patterns are compared
-ALIKE, RELATED = 0.9, 0.7  #: correlations of "reproduces" and of "same shape"
+SHOWN = (8, 32, 128)  #: numbers of hashes of the matrices in the figure
+AT = 128  #: number of hashes at which patterns are compared
+ALIKE, RELATED = 0.9, 0.7  #: least correlations for "reproduces" and "same shape"
 MATRICES = {
     "own": "softmax of the model",
     "softmax": "softmax of unit q, k",
@@ -42,7 +42,7 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
     rows: list[Row] = []
     for number, layer in enumerate(seen):
         rows += [{"what": "numbers", "layer": number, **row} for row in compare(layer, cell["draws"])]
-    for number, layer in spread(seen, 3):  # the first head of each: none is picked for its looks
+    for number, layer in spread(seen, 3):  # always the first head, so that none is cherry-picked
         rows.append({"what": "pictures", "layer": number, "head": 0, "pictures": _pictures(layer, 0)})
     return rows
 
@@ -82,7 +82,7 @@ def compare(seen: ObservedCall, draws: int) -> list[Row]:
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Of the entries of each head's matrix, rows divided by their sums."""
+    """Return the correlation of the entries of each head's matrices, rows divided by their sums."""
     a, b = (divide_rows(x.double(), x.double().sum(-1, keepdim=True)).flatten(-2) for x in (a, b))
     a, b = (x - x.mean(-1, keepdim=True) for x in (a, b))
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
@@ -90,7 +90,7 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _pictures(seen: ObservedCall, head: int) -> dict[str, list[str]]:
-    """Grey levels: a row of hexadecimal bytes for each query, the square root of the weight / the largest."""
+    """Return grey levels, sqrt(weight / the row's largest), as a row of hexadecimal bytes for each query."""
     found = {"own": softmax(seen, unit=False), "softmax": softmax(seen, unit=True), "E": matrices(seen, None)}
     found |= {f"YOSO-{m}": matrices(seen, m) for m in SHOWN}
     drawn = {}
@@ -102,7 +102,7 @@ def _pictures(seen: ObservedCall, head: int) -> dict[str, list[str]]:
 
 
 def _means(rows: Rows, name: str) -> dict[int | None, float]:
-    """Over the layers, by the number of hashes."""
+    """Return means over the layers, by the number of hashes."""
     return {hashes: mean(pick(rows, what="numbers", hashes=hashes), name) for hashes in (*HASHES, None)}
 
 
@@ -111,7 +111,7 @@ def _errors(rows: Rows) -> dict[int, float]:
 
 
 def _alike(name: str) -> Judge:
-    """Whether matrices are correlated with a matrix of softmax."""
+    """Judge whether matrices are correlated with a matrix of softmax."""
     few = HASHES[0]
     return Judge(
         lambda rows: _means(rows, name), at_least(ALIKE).of(AT), at_least(RELATED).of(AT),

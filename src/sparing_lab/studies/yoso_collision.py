@@ -19,20 +19,20 @@ from sparing_lab.studies.rows import Cell, Row, Rows, pick, the
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, pivot
 
-BITS = 8  #: of a code: the paper's
-WIDTH = 64  #: of a head of BERT
-CODES = 64  #: of one draw
-PAIRS = 8  #: of vectors that each draw is shown
+BITS = 8  #: bits of a code, as in the paper
+WIDTH = 64  #: width of a head of BERT
+CODES = 64  #: codes in one draw
+PAIRS = 8  #: pairs of vectors in each draw
 DRAWS = {"small": 2000, "paper": 20000}
 AT_ONCE = 250
-POINTS = 401  #: of the curves
+POINTS = 401  #: points of the curves
 COSINES = (-0.5, -0.25, 0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 HASHES = {
     "hadamard": "Hadamard, a rotation for each bit (ours)",
     "gaussian": "Gaussian hyperplanes (eq. 20)",
     "contiguous": "Hadamard, consecutive coordinates (eq. 21)",
 }
-LEVEL = 1 - 0.01 / (2 * len(COSINES))  #: of an interval, so that all of two hashes hold together in 99 % of all runs
+LEVEL = 1 - 0.01 / (2 * len(COSINES))  #: so that all intervals of two hashes hold in 99 % of runs
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -52,7 +52,7 @@ def _measure(settings: Settings, cell: Cell) -> Row | list[Row]:
 
 def curves(bits: int) -> Row:
     """Return both kernels and their derivatives on (-1, 1), by automatic differentiation, and the lower bound."""
-    # Evenly in the angle: the derivative of the collision probability is steep at both ends.
+    # The points are evenly spaced in the angle: the derivative of the collision probability is steep at both ends.
     x = -(torch.arange(1, POINTS - 1, dtype=torch.float64) * math.pi / (POINTS - 1)).cos()
     found: dict[str, list[float]] = {"at": x.tolist()}
     for name, kernel in (
@@ -70,7 +70,7 @@ def curves(bits: int) -> Row:
 
 
 def rates(hash: str, draws: int, bits: int, width: int) -> list[Row]:
-    """Measure how often vectors of each cosine have equal codes. Codes of a draw are related: a draw counts once."""
+    """Measure how often vectors of each cosine have equal codes. Codes of a draw are dependent: a draw counts once."""
     shares = []
     for seed, start in enumerate(range(0, draws, AT_ONCE)):
         count = min(AT_ONCE, draws - start)
@@ -87,7 +87,7 @@ def rates(hash: str, draws: int, bits: int, width: int) -> list[Row]:
 
 
 def _normals(hash: str, draws: Draws, bits: int, width: int) -> Tensor:
-    """(draws, bits, CODES, width)"""
+    """Return the normals of the hyperplanes, (draws, bits, CODES, width)."""
     if hash != "contiguous":
         family: Any = hash
         return torch.cat(list(hyperplanes(family, draws, "study", bits=bits, hashes=CODES, width=width)), dim=2)
@@ -107,19 +107,19 @@ def vectors(draws: int, width: int, seed: int) -> Tensor:
 
 
 def _on_curves(of: Callable[[Row], Any]) -> Callable[[Rows], Any]:
-    """Figures of the row with both curves."""
+    """Return a function that takes figures from the row with both curves."""
     return lambda rows: of(the(rows, what="curves"))
 
 
 def _least(found: Row) -> dict[str, Any]:
-    """The least value of each function and derivative inside the interval, and of the functions at its ends."""
+    """Return the least value of each function and derivative inside the interval, and of the functions at its ends."""
     names = [f"{kernel}{order}" for kernel in ("collision", "exponential") for order in ("", " first", " second")]
     ends = found["collision at the ends"] + found["exponential at the ends"]
     return {"inside": {name: min(found[name]) for name in names}, "ends": min(ends), "points": len(found["at"])}
 
 
 def _distance(found: Row) -> dict[str, Any]:
-    """Between the collision probability and the exponential."""
+    """Return the differences and the correlation between the collision probability and the exponential."""
     both = found["collision"], found["exponential"]
     apart = [a - b for a, b in zip(*both, strict=True)]
     correlation = float(torch.tensor(both).corrcoef()[0, 1])
@@ -127,7 +127,7 @@ def _distance(found: Row) -> dict[str, Any]:
 
 
 def _end(found: Row) -> dict[str, Any]:
-    """The derivative of the collision probability at the last points before x = 1, and the bound."""
+    """Return the derivative of the collision probability at three of the last points before x = 1, and the bound."""
     last = [(math.acos(found["at"][place]), found["collision first"][place]) for place in (-4, -2, -1)]
     angles, values = zip(*last, strict=True)
     return {"angles": angles, "values": values, "bound": found["bound"][-1]}
@@ -140,7 +140,7 @@ def _signs(found: dict[str, Any]) -> str:
 
 
 def _steep(found: dict[str, Any]) -> bool:
-    """Near x = 1 the derivative is tau / (pi sin(angle))."""
+    """Return whether the derivative grows like tau / (pi sin(angle)) towards x = 1, and the bound does not."""
     pairs = zip(found["values"], found["angles"], strict=True)
     return all(abs(value * math.pi * math.sin(angle) / BITS - 1) < 0.1 for value, angle in pairs) and (
         found["values"][0] < found["values"][1] < found["values"][2] and found["bound"] <= BITS / 2
@@ -153,7 +153,7 @@ def _bounded(found: dict[float, float]) -> str:
 
 
 def _law(*names: str) -> Judge:
-    """Whether the rates of these hashes are the probability."""
+    """Judge whether the collision rates of these hashes agree with the collision probability."""
 
     def shows(found: list[Row]) -> str:
         held = sum(row["low"] <= row["law"] <= row["high"] for row in found)

@@ -21,13 +21,13 @@ QUANTITIES = {"forward": "Forward time", "backward": "Backward time", "cache": "
 TIMES, MEMORY = ("forward", "backward"), ("cache", "training", "testing")
 LENGTHS = (512, 1024, 2048, 4096)
 YOSO = tuple(f"YOSO-{m}" for m in HASHES)
-RIVALS = ("Reformer-2", "Longformer-64", "Linformer-256")  #: whose memory the paper sets beside YOSO-32's
-HEADS, WIDTH = 12, 64  #: of BERT-base
+RIVALS = ("Reformer-2", "Longformer-64", "Linformer-256")  #: their memory is compared with YOSO-32's in the paper
+HEADS, WIDTH = 12, 64  #: as in BERT-base
 LONG = (*LENGTHS, 8192, 16384, 32768, 65536)
 PER_TOKEN = (128, 256, 512, 1024, 2048, 4096)
 SECONDS = {"small": 4.0, "paper": 60.0}  #: for each side and pass of a race, unless two rounds take longer
-NEAR = 0.8  #: of the paper's ratio is as good as it
-LEAST, LINEAR, NEARLY = 0.8, 1.2, 1.5  #: exponents
+NEAR = 0.8  #: share of the paper's ratio that counts as reproduced
+LEAST, LINEAR, NEARLY = 0.8, 1.2, 1.5  #: limits on exponents
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -58,13 +58,13 @@ def ratio(side: str, length: int, quantity: str) -> float | None:
 
 
 def _value(rows: Rows, side: str, length: int, quantity: str) -> Any:
-    """Seconds or bytes; None where the side did not run."""
+    """Return seconds or bytes, or None if the side did not run."""
     found = pick(rows, what="race", side=side, length=length)
     return found[0].get(quantity) if found else None
 
 
 def _gain(rows: Rows, side: str, length: int, quantity: str, against: str = SELF) -> float | None:
-    """That of the rival / that of the side: above 1 the side takes less. Times are compared round by round."""
+    """Return the rival's cost / the side's: above 1 the side takes less. Times are compared round by round."""
     if quantity in TIMES:
         found = _value(rows, side, length, f"{quantity} {against}")
         return None if found is None else found[0]
@@ -73,7 +73,7 @@ def _gain(rows: Rows, side: str, length: int, quantity: str, against: str = SELF
 
 
 def _power(rows: Rows, side: str, quantity: str) -> float | None:
-    """The exponent over the paper's lengths; None where the side did not run at all of them."""
+    """Return the exponent over the paper's lengths, or None if the side did not run at one of them."""
     values = {length: _value(rows, side, length, quantity) for length in LENGTHS}
     return None if None in values.values() else power(values)
 
@@ -83,14 +83,14 @@ def _paper_power(side: str, quantity: str) -> float:
 
 
 def _known(found: dict[Any, float | None]) -> dict[Any, float]:
-    """All figures; not run where a side is missing."""
+    """Return all figures; raise NotRun if a side is missing."""
     if None in found.values():
         raise NotRun("a side could not run; the table says why")
     return {key: value for key, value in found.items() if value is not None}
 
 
 def _powers(sides: Sequence[str], quantities: Sequence[str], whole: Criterion, shape: Criterion) -> Judge:
-    """Exponents over the length."""
+    """Judge the exponents over the length."""
 
     def shows(found: dict[tuple[str, str], float]) -> str:
         by = {name: span(found[side, name] for side in sides) for name in quantities}
@@ -119,7 +119,7 @@ def _paper_gains(quantities: Sequence[str]) -> str:
 
 
 def _as_much(quantities: Sequence[str]) -> Judge:
-    """At 4096 tokens as much is saved as in the paper; same shape: there is a gain, and it grows with the length."""
+    """Judge whether 4096 tokens save as much as in the paper; same shape: there is a gain that grows with length."""
 
     def enough(found: dict[int, dict[Any, float]]) -> bool:
         return all(value >= NEAR * (ratio(side, 4096, name) or 0.0) for (side, name), value in found[4096].items())
@@ -136,7 +136,7 @@ def _as_much(quantities: Sequence[str]) -> Judge:
 
 
 def _per_token(rows: Rows, side: str) -> dict[int, float]:
-    """Microseconds by the length."""
+    """Return microseconds per token, by length."""
     return curve(pick(rows, what="per token", side=side), "length", lambda row: row["seconds"] / row["length"] * 1e6)
 
 
@@ -148,13 +148,13 @@ _PAPER_KEPT = {rival: TABLE[rival][512]["cache"] / TABLE["YOSO-32"][512]["cache"
 
 
 def _shares(rows: Rows) -> dict[str, float]:
-    """Forward time of YOSO-32 / that of others, at 4096 tokens."""
+    """Return forward time of YOSO-32 / that of each rival, at 4096 tokens."""
     found = _known({side: _value(rows, side, 4096, "forward") for side in ("YOSO-32", *RIVALS)})
     return {rival: found["YOSO-32"] / found[rival] for rival in RIVALS}
 
 
 def _over_hashes(rows: Rows) -> dict[str, float]:
-    """Exponents of the times at 4096 tokens over the hashes."""
+    """Return the exponents over the number of hashes of the times at 4096 tokens."""
     return {part: power(_known({m: _value(rows, f"YOSO-{m}", 4096, part) for m in HASHES})) for part in TIMES}
 
 

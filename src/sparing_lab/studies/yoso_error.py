@@ -24,8 +24,8 @@ SYNTHETIC = ("clustered", "independent")
 FIXED = 9  #: bits that do not grow with the length: log2 of 512
 DRAWS = {"small": 2, "paper": 10}
 LAYERS = {"small": 4, "paper": 12}
-DRAWN = 64  #: hashes of the curves in the figure
-HEADS, WIDTH = 4, 64  #: of synthetic data
+DRAWN = 64  #: number of hashes of the curves in the figure
+HEADS, WIDTH = 4, 64  #: shape of synthetic data
 NORMS = {"L-infinity": float("inf"), "L2": 2.0}
 FLAT, SLOW = 0.05, 0.15  #: exponents over the length: 1.19 and 1.68 times for 32 times the length
 
@@ -57,7 +57,7 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 
 def _seen(settings: Settings, cell: Cell) -> tuple[ObservedCall, ...]:
-    """A causal model is run once: what its layers see of a text's first tokens does not depend on the others."""
+    """Return the layers' inputs; a causal model is run once, as its first tokens do not depend on later ones."""
     if cell["data"] == "smollm2":
         return layers(cell["data"], max(LENGTHS["smollm2"] if settings.small else PAPER_LENGTHS))
     return layers(cell["data"], cell["length"])
@@ -96,12 +96,12 @@ def _run(seen: ObservedCall, spec: str, seed: int) -> torch.Tensor:
 
 
 def _powers(rows: Rows, norm: str) -> dict[int, float]:
-    """By the number of hashes: the exponent of the error over the length."""
+    """Return the exponent of the error over the length, by the number of hashes."""
     return {many: power(curve(pick(rows, hash=many), "length", norm)) for many in HASHES}
 
 
 def _flat(norm: str, data: str | None = None) -> Judge:
-    """Whether the error of the data of that name is flat; None: of all trained models that are no presets."""
+    """Judge whether the error on that data is flat; None: on all trained models that are not presets."""
 
     def figures(rows: Rows) -> dict[str, Any]:
         mine = pick(rows, trained=True, bits=None) if data is None else pick(rows, data=data, bits=None)

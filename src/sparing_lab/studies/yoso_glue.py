@@ -1,4 +1,4 @@
-"""A model that was pretrained with softmax, fine-tuned and used with hash collisions in its place."""
+"""A model pretrained with softmax, fine-tuned and evaluated with hash collisions in place of softmax."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ TASKS = tuple(TABLE_2["softmax"])
 BY_F1 = ("MRPC", "QQP")
 BEST = ("YOSO-64", "YOSO-E")  #: what the paper finds comparable with softmax
 MODELS = {"table 2": "bert-base-uncased", "table 3": "roberta-base"}
-SEARCHED = ("MRPC", "RTE", "SST-2")  #: for batch and rate, as BERT did; the others have a batch of 32 and 3e-5
-SMALL_TASKS = ("SST-2", "MRPC", "RTE")  #: the first that the folder holds is taken
+SEARCHED = ("MRPC", "RTE", "SST-2")  #: over batch size and learning rate, as BERT did; others: 32 and 3e-5
+SMALL_TASKS = ("SST-2", "MRPC", "RTE")  #: the first one in the data folder is used
 _SMALL: dict[str, Any] = {"max_length": 40, "batch_size": 16, "max_steps": 96, "learning_rate": 2e-4,
                           "warmup_ratio": 0.1,
                           "eval_steps": 32, "frozen": "embeddings"}  # fmt: skip
-_FURTHER = 96  #: steps that follow a swap
-_HELD = 256  #: examples that a small run is judged by
-COMPARABLE = 0.02  #: of a score
-MOST, HALF = 0.8, 0.5  #: shares of what lies between chance and softmax
+_FURTHER = 96  #: fine-tuning steps after a swap
+_HELD = 256  #: held-out examples of a small run
+COMPARABLE = 0.02  #: largest difference of comparable scores
+MOST, HALF = 0.8, 0.5  #: shares of the distance from chance to softmax
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -58,7 +58,7 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 def _first(settings: Settings) -> str:
-    """The task of a small run."""
+    """Return the task of a small run."""
     if settings.data is None:
         return OWN.name
     for name in SMALL_TASKS:
@@ -117,12 +117,12 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 
 def _curve(training: Training) -> list[dict[str, float]]:
-    """Before the first step, and then as the run says."""
+    """Return the evaluations of a run, with one before the first step."""
     return [{"step": 0.0, **training.evaluate()}, *training.run().records]
 
 
 def _held(task: Task) -> dict[str, float]:
-    """How many examples are held out, and the score of who always says the same."""
+    """Return the number of held-out examples, and the score of a constant answer."""
     labels = [task.valid[number].label for number in range(len(task.valid))]
     ones = labels.count(1) / len(labels)
     often = max(labels.count(label) for label in set(labels)) / len(labels)
@@ -130,12 +130,12 @@ def _held(task: Task) -> dict[str, float]:
 
 
 def _learned(rows: Rows) -> list[TunedModel]:
-    """The tuned_models in which softmax has learned its task."""
+    """Return the models that have learned their task with softmax."""
     return _with_softmax(tuned_models(rows))
 
 
 def _whole(rows: Rows) -> list[TunedModel]:
-    """Those of them that have all methods."""
+    """Return the models of `_learned` that were fine-tuned with all methods."""
     return _with_softmax([case for case in tuned_models(rows) if pick(case.rows, what="tuned", name="YOSO-E")])
 
 
@@ -154,17 +154,17 @@ def _scores(*names: str) -> Callable[[Sequence[TunedModel]], str]:
 
 
 def _every(words: str, names: Sequence[str], test: Callable[[TunedModel, str], bool]) -> Criterion:
-    """For every case and each of these methods."""
+    """Require a test of every model and each of these methods."""
     return each(words, lambda case: all(test(case, name) for name in names))
 
 
 def _swapped(words: str, test: Callable[[TunedModel, str], bool]) -> Criterion:
-    """For every case and each of its swaps."""
+    """Require a test of every model and each of its swaps."""
     return each(words, lambda case: all(test(case, name) for name in case.swaps))
 
 
 def _gain(case: TunedModel) -> float:
-    """What the expectation adds to the scores of hashes."""
+    """Return by how much the expectation raises the scores of hashes, on average."""
     return fmean(case.expected(name) - case.tuned(name) for name in SAMPLED)
 
 
@@ -175,12 +175,12 @@ _RISE = each(f"16, 32, 64, E rise, with {ERRORS:g} standard errors of room", lam
 
 
 def _expected(words: str, least: float) -> Criterion:
-    """The expectation costs at most so much, and scores are above chance."""
+    """Require that the expectation changes scores by at least `least`, and that YOSO-64 is above chance with it."""
     return each(words, lambda case: case.learned(case.expected("YOSO-64")) and _gain(case) >= least)
 
 
 def _off(rows: Rows) -> dict[tuple[str, str], float]:
-    """Points above the paper's scores, by task and method."""
+    """Return the differences from the paper's scores in points, by task and method."""
     found = [case for case in tuned_models(rows) if case.model == MODELS["table 2"] and case.task in TASKS]
     return {(case.task, name): 100 * case.tuned(name) - TABLE_2[name][case.task] for case in found for name in METHODS}
 

@@ -20,10 +20,10 @@ from sparing_lab.training.config import Config
 from sparing_lab.training.loop import Training
 
 SEEDS = {"small": 2, "paper": 1}
-BITS = 9  #: of the paper's codes, which are log2(512)
+BITS = 9  #: bits of the paper's codes, log2(512)
 SHARP = f"YOSO-E, {BITS} bits"
 MODELS = {**METHODS, SHARP: f"yoso(expectation=True, bits={BITS})"}
-TRIED = (8, 16, 32, 64, 128, 256)  #: hashes at validation
+TRIED = (8, 16, 32, 64, 128, 256)  #: numbers of hashes at validation
 _SMALL: dict[str, Any] = {"max_length": 64, "hidden_size": 64, "num_heads": 2, "num_layers": 2,
                           "intermediate_size": 128, "batch_size": 16,
                           "max_steps": 700, "learning_rate": 3e-3, "warmup_ratio": 0.1, "eval_steps": 100}  # fmt: skip
@@ -33,17 +33,18 @@ _PAPER: dict[str, Any] = {"max_length": 512, "hidden_size": 768, "num_heads": 12
                           "dropout": 0.1, "batch_size": 256, "max_steps": 500_000, "learning_rate": 1e-4,
                           "warmup_ratio": 0.01,
                           "eval_steps": 2000}  # fmt: skip
-#: What comes behind: longer texts, as many tokens a step. The paper does not say for how many steps.
+#: The second phase: longer texts, as many tokens in a step. The paper does not say for how many steps.
 _LONGER: dict[str, dict[str, Any]] = {
     "small": {"max_length": 128, "batch_size": 8, "max_steps": 80, "eval_steps": 20},
     "paper": {"max_length": 4096, "batch_size": 32, "max_steps": 100_000, "eval_steps": 2000},
 }
-# Of small models, whatever their method: they then learn in hundreds of steps to look at neighbours, not in thousands.
+# The start of small models with any method: with it, they learn to attend to neighbours in hundreds of steps, not
+# thousands.
 _START = {"tokens": 0.12, "positions": 0.15}
 MATCH, NEAR = 0.02, 0.10  #: nats: 2 % and 10 % of a perplexity
-ROOM = 0.01  #: nats that one may be above another by noise
-HALF = math.log(2)  #: the loss of a guess at the order
-LEARNED = 0.05  #: nats below it
+ROOM = 0.01  #: nats of difference that count as noise
+HALF = math.log(2)  #: the loss of guessing the order
+LEARNED = 0.05  #: nats below HALF that count as learned
 
 
 def _cells(settings: Settings) -> list[Cell]:
@@ -60,7 +61,7 @@ def _cells(settings: Settings) -> list[Cell]:
 
 
 def _text(settings: Settings) -> tuple[str | None, str]:
-    """The folder that is read, and the fingerprint of its texts."""
+    """Return the folder of training texts, None for the default texts, and their fingerprint."""
     found = settings.files(
         "*.txt", "*.txt.xz", "*.txt.gz", wanted="*.txt (UTF-8 text, may be .xz or .gz)",
         paper="yoso-pretraining needs DATA/*.txt (UTF-8 text, may be .xz or .gz); --data names the folder. The paper's "
@@ -83,7 +84,7 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
 
 
 def _tried(training: Training, hashes: Sequence[int], seed: int) -> list[Row]:
-    """The trained model with other numbers of hashes, and with their expectation."""
+    """Evaluate the trained model with other numbers of hashes, and with their expectation."""
     specs = {**{str(many): f"yoso(hashes={many})" for many in hashes}, "E": EXPECTATION}
     found = []
     for at, spec in specs.items():
@@ -93,7 +94,7 @@ def _tried(training: Training, hashes: Sequence[int], seed: int) -> list[Row]:
 
 
 def _longer(training: Training, longer: dict[str, Any]) -> tuple[dict[str, float], ...]:
-    """Training goes on with longer texts; what it knew about positions is repeated."""
+    """Continue training with longer texts, with the position embeddings repeated, and return its evaluations."""
     model = training.bare
     model.masked.encoder.extend_positions(longer["max_length"])
     return started(replace(training.config, **longer), model.state_dict()).run().records
@@ -111,12 +112,12 @@ def at(rows: Rows, model: str, quantity: str) -> dict[Any, float]:
 
 
 def _guess(rows: Rows) -> float:
-    """The perplexity of byte frequencies."""
+    """Return the perplexity of a model that knows only byte frequencies."""
     return mean(pick(rows, what="curve"), "frequencies")
 
 
 def _learned(rows: Rows, quantity: str) -> Rows:
-    """The rows; not run where softmax has not learned it, either."""
+    """Return the rows; raise NotRun if softmax has not learned the objective."""
     found = last(rows, "softmax", quantity)
     if quantity == "order_loss" and found > HALF - LEARNED:
         raise NotRun(f"softmax has not learned the order in these steps: loss {found:.3f}, a guess has {HALF:.3f}")
@@ -133,7 +134,7 @@ def _value(quantity: str, loss: float) -> str:
 
 
 def _ends(quantity: str, *models: str) -> Callable[[Rows], dict[str, float]]:
-    """The losses of models at the end of training."""
+    """Return a function for the losses of models at the end of training."""
 
     def figures(rows: Rows) -> dict[str, float]:
         if missing := set(models) - set(distinct(_learned(rows, quantity), "model")):
@@ -264,12 +265,12 @@ def _draw(rows: Rows, figure: Figure) -> None:
     for axes in six[3:]:
         level(axes, HALF, linestyle="--")
         low, high = axes.get_ylim()
-        axes.set_ylim(min(low, HALF - 2 * LEARNED), max(high, HALF + LEARNED))  # so that noise looks small
+        axes.set_ylim(min(low, HALF - 2 * LEARNED), max(high, HALF + LEARNED))  # so that noise does not fill the axis
     legend_below(figure, six[:1], 7)
 
 
 def _both(key: str, where: str, states: str, paper: str, judge: Callable[[str], Judge]) -> list[Claim]:
-    """A claim about hidden bytes, and the same about the order of sentences."""
+    """Return a claim about hidden bytes, and the same about the order of sentences."""
     first = Claim(f"masked{key}", where, f"{states}: perplexity of hidden bytes", paper, judge=judge("valid_loss"))
     return [first, Claim(f"order{key}", where, f"{states}: loss of sentence order", paper, judge=judge("order_loss"))]
 
