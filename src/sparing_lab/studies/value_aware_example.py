@@ -1,4 +1,4 @@
-"""Three values for which the largest weight is the worst choice, and how often that happens with different kernels."""
+"""Three values for which the largest weight is the worst choice, and how often it is the best one, by kernel."""
 
 from __future__ import annotations
 
