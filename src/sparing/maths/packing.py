@@ -17,6 +17,14 @@ def place_of_rank(valid: Tensor) -> Tensor:
     return (~valid).long().argsort(dim=-1, stable=True)
 
 
+def valid_first(valid: Tensor | None, *tokens: Tensor) -> tuple[Tensor, ...]:
+    """Return tokens (B, H, n, d) in the order of their ranks; as they are if all are valid (None)."""
+    if valid is None:
+        return tokens
+    order = place_of_rank(valid)[:, None, :, None]
+    return tuple(t.take_along_dim(order, dim=2) for t in tokens)
+
+
 def pack(valid: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     """Return the valid tokens in their order, cut to the width w of the longest item: (valid (B, w), tokens...)."""
     width = max(int(valid.sum(-1).max()), 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,12 @@ from sparing.call import Call, Past
 from sparing.contract import Cost, Method, Shape, Supports, knob, method
 from sparing.draws import Draws
 from sparing.maths import dense
-from sparing.maths.packing import place_of_rank
+from sparing.maths.by_kernel import ByKernel
+from sparing.maths.packing import valid_first
 from sparing.methods.multipole import native, poles
 from sparing.methods.multipole.clusters import cluster, native_cluster
 from sparing.methods.multipole.past import MultipolePast
 from sparing.methods.multipole.poles import BLOCKS, Plan, Poles
-from sparing.native.derivatives import once_differentiable
 
 _SCORES = 2**22  # logits that are held at once
 _LIGHT = 1 / 16  # summaries below this part of the tolerance and of an equal share of the mass are left out
@@ -113,7 +112,7 @@ class Multipole(Method):
         return poles.plan(q, k, call, self.sinks, self.chunk, self.clusters_of, partial(cluster, steps=self.steps))
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        k, v = _valid_first(k, v, call)
+        k, v = valid_first(call.mask.keep, k, v)
         plan = self.plan(q, k, call)
         described = [poles.summarise(k, v, level, call.scale) for level in plan.levels]
         n_q, rows = q.shape[2], max(_SCORES // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
@@ -218,11 +217,11 @@ class Multipole(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.covers(k.shape[2]) and not call.noted:
             return method("exact").native(q, k, v, call)
-        return _ByKernel.apply(q, k, v, self, call)
+        return ByKernel.apply(q, k, v, self, call)
 
     def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Compute `reference` by kernels, without a gradient."""
-        k, v = _valid_first(k, v, call)
+        k, v = valid_first(call.mask.keep, k, v)
         plan = self.plan(q, k, call, native_cluster)
         before, after = self.sides(q.shape[2], k.shape[2], call.mask.causal)
         described = [poles.described(k, v, level, call.scale) for level in plan.levels]
@@ -261,34 +260,6 @@ class Multipole(Method):
         work = shape.queries * (touched * (2 * d + 2 * e + 1) + 6 * poles_seen)
         held = n * (d + e) / max(together, 1) * each + n * (d + 8) + shape.queries * e
         return Cost(units * (work + clustering) + shape.projection_flops, 4.0 * units * held, touched)
-
-
-class _ByKernel(torch.autograd.Function):
-    """`Multipole.by_kernel`, with a gradient that plain PyTorch computes with the same clusters."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Multipole, call: Call) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.method, ctx.call = method, call
-        return method.by_kernel(q, k, v, call)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        asked = ctx.needs_input_grad[:3]
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(a) for t, a in zip(ctx.saved_tensors, asked, strict=True)]
-            out = ctx.method.reference(*leaves, replace(ctx.call, statistics=None))
-        found = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad))
-        return (*(next(found) if a else None for a in asked), None, None)
-
-
-def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return keys and values in the order of their ranks."""
-    if call.mask.keep is None:
-        return k, v
-    order = place_of_rank(call.mask.keep)[:, None, :, None]
-    return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
 
 
 def _laid_end_to_end(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from sparing.call import Call, Past
 from sparing.contract import Cost, Method, Shape, Supports, knob, method
 from sparing.draws import Draws
 from sparing.maths import dense
-from sparing.maths.packing import place_of_rank
+from sparing.maths.by_kernel import ByKernel
+from sparing.maths.packing import place_of_rank, valid_first
 from sparing.methods.sketch import native
 from sparing.methods.sketch.copies import (
     GROUP,
@@ -27,7 +27,6 @@ from sparing.methods.sketch.copies import (
     round_weights,
 )
 from sparing.methods.sketch.past import SketchPast
-from sparing.native.derivatives import once_differentiable
 
 _SCORES = 2**22  # logits that are held at once
 _MOST_VARIANCE = 4.0  # of a logit, that its weight is corrected for
@@ -96,7 +95,7 @@ class Sketch(Method):
         return copy_keys(k, self.block, self.sinks), copy_values(v, self.block, self.value_bits(causal))
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        k, v = _valid_first(k, v, call)
+        k, v = valid_first(call.mask.keep, k, v)
         seen, near = self.extents(call, q.shape[2], k.shape[2], q.device)
         with torch.no_grad():
             copies = self.copies(k, v, call.mask.causal)
@@ -166,14 +165,14 @@ class Sketch(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.covers(k.shape[2]) and not call.noted:
             return method("exact").native(q, k, v, call)
-        return _ByKernel.apply(q, k, v, self, call)
+        return ByKernel.apply(q, k, v, self, call)
 
     def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Compute `reference` by the kernel, without a gradient."""
         k, v = k[:, :: call.groups], v[:, :: call.groups]  # heads of a group are the same
         place = None if call.mask.keep is None else place_of_rank(call.mask.keep)
-        first = (k, v) if place is None else _valid_first(k, v, call)
-        copies = self.copies(*first, call.mask.causal)
+        first_k, first_v = valid_first(call.mask.keep, k, v)
+        copies = self.copies(first_k, first_v, call.mask.causal)
         packed = pack(*copies)
         if isinstance(call.past, SketchPast):
             call.past.ready = packed
@@ -220,34 +219,6 @@ def pack(keys: Copy, values: Copy) -> native.Packed:
     )
 
 
-class _ByKernel(torch.autograd.Function):
-    """`Sketch.by_kernel`; the gradient by plain PyTorch."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Sketch, call: Call) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.method, ctx.call = method, call
-        return method.by_kernel(q, k, v, call)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        asked = ctx.needs_input_grad[:3]
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(a) for t, a in zip(ctx.saved_tensors, asked, strict=True)]
-            out = ctx.method.reference(*leaves, replace(ctx.call, statistics=None))
-        found = iter(torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad))
-        return (*(next(found) if a else None for a in asked), None, None)
-
-
 def _amax(x: Tensor) -> Tensor:
     """Return the largest of the last axis; -inf where it is empty."""
     return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
-
-
-def _valid_first(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return keys and values in the order of their ranks."""
-    if call.mask.keep is None:
-        return k, v
-    order = place_of_rank(call.mask.keep)[:, None, :, None]
-    return k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
