@@ -1,8 +1,7 @@
 """sparing: models that spend their attention sparingly."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from sparing import methods, nn, oracles
 from sparing.contract import Cost, Method, Projection, Shape, Supports, Unsupported, list_methods, method
@@ -52,13 +51,6 @@ _OLD = {
     "training": "sparing_lab.training",
 }
 
-
-class _Methods(ModuleType):
-    def __call__(self) -> NoReturn:
-        raise TypeError("sparing.methods is the package of all methods; sparing.list_methods() lists them")
-
-
-methods.__class__ = _Methods
 
 #: What needs transformers, which is imported when one of these is first used.
 _LAZY = ("Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")

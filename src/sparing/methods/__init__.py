@@ -37,7 +37,7 @@ class _Package(ModuleType):
     """The type of this package, which makes `sparing.methods()`, a call of old versions, raise with the new name."""
 
     def __call__(self) -> NoReturn:
-        raise TypeError("sparing.methods is the package of all methods; call sparing.list_methods() for a list of them")
+        raise TypeError("sparing.methods is the package of all methods; sparing.list_methods() lists them")
 
 
 sys.modules[__name__].__class__ = _Package
