@@ -262,6 +262,8 @@ def _parsed(spec: str) -> Method:
     for key in settings:
         if key not in known_fields:
             has = f"its fields are {', '.join(known_fields)}" if known_fields else "it has no fields"
+            if name == "multipole" and key in ("clusters", "keys", "window"):
+                has += "; attention to clusters of keys is called key_clusters"
             raise ValueError(f"method: {name} has no field {shown(key)} (in {shown(spec)}); {has}")
     return cls(**settings)
 

@@ -38,7 +38,7 @@ class Index:
     distance to exact attention. Where the budget covers all keys, attention is exact and `statistics` is empty.
 
     >>> k, v = torch.randn(2, 1, 2, 301, 16).unbind(0)
-    >>> index = sparing.Index("multipole(clusters=8, keys=16, chunk=64)")
+    >>> index = sparing.Index("multipole(tolerance=0.02)")
     >>> prompt = index.attention(torch.randn(1, 4, 300, 16), k[:, :, :300], v[:, :, :300])
     >>> index.attention(torch.randn(1, 4, 1, 16), k, v).shape
     torch.Size([1, 4, 1, 16])
@@ -128,7 +128,8 @@ class Index:
                     done = self._exact(q, k, v, keep), {}
                     self._take_in(q, k, v, keep)
                 elif self._past is None:
-                    done = self.method.step(_wide(q), k, v, keep, self._scale(query))
+                    as_is = self.method.supports.decode_16bit and q.dtype == k.dtype == v.dtype
+                    done = self.method.step(q if as_is else _wide(q), k, v, keep, self._scale(query))
                 else:
                     done = self._past.step(_wide(q), _wide(k), _wide(v), fresh, self.length, clean=True)
             assert done is not None

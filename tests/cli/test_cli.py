@@ -10,7 +10,7 @@ import pytest
 import sparing
 from sparing.cli.main import main
 
-METHODS = "window(size=8),multipole(clusters=8, keys=8, window=4),top_keys(keys=8)"
+METHODS = "window(size=8),key_clusters(clusters=8, keys=8, window=4),top_keys(keys=8)"
 QUICK = [
     "--methods", METHODS, "--length", "64", "--documents", "3", "--seeds", "1", "--rounds", "1", "--jobs", "1",
     "--no-lengths",
@@ -26,7 +26,9 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     for word in ("minilm (encoder) on Python help topics", "window(size=8)", "change", "at most", "not safe", "oracle"):
         assert word in text, f"{word!r} is missing in\n{text}"
     by_layer = text.partition("by layer")[2].splitlines()
-    head, ours, bar = (next(x.split() for x in by_layer if word in x) for word in ("mean", "multipole(", "its error"))
+    head, ours, bar = (
+        next(x.split() for x in by_layer if word in x) for word in ("mean", "key_clusters(", "its error")
+    )
     assert head == ["method", *"012345", "mean", "head"]
     numbers = [float(x) for x in ours[-9:-2]]
     assert numbers[-1] == pytest.approx(sum(numbers[:6]) / 6, abs=1e-4)

@@ -88,7 +88,7 @@ def _bytes(*names: str) -> Callable[[Path], Any]:
     return lambda folder: [(folder / name).read_bytes() for name in names]
 
 
-METHODS = "window(size=8),multipole(clusters=4,keys=4,window=4),random_features(features=8),top_keys(keys=8)"
+METHODS = "window(size=8),key_clusters(clusters=4,keys=4,window=4),random_features(features=8),top_keys(keys=8)"
 SCENARIOS = (
     Scenario(
         "compare",

@@ -17,7 +17,7 @@ WIDTHS = (0, 1, 2, 3, 5, 8, 8, 16, 17, 20, 32, 64, 80, 128)
 NUMBERS = (0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 33, 64, 200)
 REALS = (0.0, 0.05, 0.25, 0.5, 1.0, 2.0, 8.0)
 SLOW = ("value_aware", "sampled")  #: oracles, which search among all keys
-CLUSTERING = ("multipole", "lsh", "yoso", "monte_carlo")  #: whose specification takes many passes over all pairs
+CLUSTERING = ("key_clusters", "lsh", "yoso", "monte_carlo")  #: whose specification takes many passes over all pairs
 REPEATED = ("iterations", "rounds", "steps", "degree")  #: settings that a call takes time for, one by one
 CHECKS = ("truth", "full", "again", "padding", "future", "mates", "gradient", "query_mask", "nan", "inspect",
           "packed")  # fmt: skip

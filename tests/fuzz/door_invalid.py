@@ -78,10 +78,10 @@ INVALID: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Changes]]] 
 }
 
 #: budgets that no integer of 64 bits holds: clamped to what there is, or refused by name
-BUDGETS = ("nystrom(landmarks={})", "linformer(rank={})", "window(size={})", "multipole(keys={})", "top_keys(keys={})",
+BUDGETS = ("nystrom(landmarks={})", "linformer(rank={})", "window(size={})", "key_clusters(keys={})", "top_keys(keys={})",
            "lsh(chunk={})", "lsh(rounds={})", "yoso(hashes={})", "random_features(features={})", "skyformer(landmarks={})",
-           "sampled(samples={})", "value_aware(keys={})", "window(size=4, sinks={})", "multipole(window={})",
-           "multipole(chunk={})", "multipole(steps=2, sinks={})", "window(size=4, global_tokens={})")  # fmt: skip
+           "sampled(samples={})", "value_aware(keys={})", "window(size=4, sinks={})", "key_clusters(window={})",
+           "key_clusters(chunk={})", "key_clusters(steps=2, sinks={})", "window(size=4, global_tokens={})")  # fmt: skip
 
 LABOURS = ("hashes", "rounds", "features", "samples", "rank")  #: budgets that take time, one by one
 

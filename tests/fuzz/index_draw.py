@@ -29,19 +29,8 @@ def spec(rng: random.Random) -> str:
     if kind < 0.35:
         size, sinks, tokens = rng.choice((0, 2, 8, 32, 400)), rng.choice((0, 1, 3, 40)), rng.choice((0, 0, 2, 40))
         return f"window(size={size}, sinks={sinks}, global_tokens={tokens})"
-    chosen = {
-        "clusters": rng.choice((1, 2, 3, 5, 8, 70, 0.1, 0.5)),
-        "keys": rng.choice((0, 1, 5, 12, 24, 60, 400)),
-        "window": rng.choice((0, 2, 8, 40)),
-        "sinks": rng.choice((0, 1, 2, 20)),
-        "order": rng.choice((1, 2, 2)),
-        "cap": rng.choice((0.1, 2.0, 8.0)),
-        "tolerance": rng.choice((0.0, 0.0, 0.0, 0.004, 0.1)),
-        "select": rng.choice(("error", "error", "mass")),
-        "chunk": rng.choice((4, 8, 12, 16, 32, 64)),
-        "steps": rng.choice((0, 1, 4)),
-    }
-    return f"multipole({', '.join(f'{name}={value}' for name, value in chosen.items())})"
+    tolerance, sinks = rng.choice((0.0, 0.004, 0.05, 0.05, 0.3, 1.0)), rng.choice((0, 1, 2, 4, 20))
+    return f"multipole(tolerance={tolerance}, sinks={sinks}, block={rng.choice((16, 16, 32, 48, 128))})"
 
 
 def draw(rng: random.Random) -> dict[str, Any]:

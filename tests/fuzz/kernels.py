@@ -28,22 +28,20 @@ METHODS = (
     "kernel(kind=elu)", "kernel(kind=elu, normalize=none)", "linformer(rank=8)", "linformer(rank=40)",
     "monte_carlo(alpha=2.0)", "monte_carlo(alpha=2.0, estimator=stratified, samples=shared)", "window(size=8)",
     "window(size=6, sinks=3)", "window(size=10, sinks=1, global_tokens=2)",
-    "multipole(clusters=6, keys=8, window=4, chunk=16)", "multipole(clusters=0.25, keys=5, order=1, chunk=12)",
-    "sketch(tolerance=0.05, block=16)",
+    "key_clusters(clusters=6, keys=8, window=4, chunk=16)", "key_clusters(clusters=0.25, keys=5, order=1, chunk=12)",
+    "multipole(tolerance=0.05, block=16)",
     "skyformer(landmarks=6)", "skyformer(landmarks=6, kernel=softmax, solver=newton_schulz)", "yoso(hashes=8)",
     "yoso(hashes=7, bits=4, gradient=exact)", "yoso(hashes=8, hash=gaussian, normalize=none)", "lsh(rounds=2, chunk=4)",
     "lsh(rounds=2, chunk=8, combine=sum, align=rank)", "top_keys(keys=4)",
 )  # fmt: skip
 DECODING = (
     "window(size=8)",
-    "sketch(tolerance=0.05, block=16)",
-    "multipole(clusters=6, keys=8, window=4, chunk=16)",
+    "multipole(tolerance=0.05, block=16)",
     "top_keys(keys=4)",
 )
 CHOOSING = (
+    "key_clusters",
     "multipole",
-    "sketch",
-    "multipole_step",
     "top_keys",
     "summaries",
 )  #: near ties may fall to either side in float32

@@ -34,7 +34,7 @@ NAME = "parsers"
 
 SPECS = (
     "exact", "nystrom(landmarks=8, solver=exact)", "yoso(hashes=32, normalize='l2', bits=None)", "kernel(kind=elu)",
-    "multipole(clusters=0.1, cap=2.0)", "window(size=8)", "kernelized", "lsh(rounds=4, chunk=32)", "skyformer(gamma=1e-2)",
+    "key_clusters(clusters=0.1, cap=2.0)", "window(size=8)", "kernelized", "lsh(rounds=4, chunk=32)", "skyformer(gamma=1e-2)",
 )  # fmt: skip
 RECIPE = {
     "version": 1, "architecture": "bert", "seed": {"encoder.layer.0.attention.self": 3, "*": None},

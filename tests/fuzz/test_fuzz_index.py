@@ -12,7 +12,6 @@ import pytest
 
 import sparing
 from sparing.methods.multipole.past import MultipolePast
-from sparing.methods.multipole.step_past import StepPast
 from tests.fuzz import index as fuzzer
 
 
@@ -34,34 +33,29 @@ def select_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sparing.Index, "select", lambda self, items: right(self, items.flip(0)))
 
 
-def copies_that_share_their_store(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepPast, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
+def copies_that_share_their_past(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MultipolePast, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
 
 
 def masks_that_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sparing.Index, "_fresh", lambda self, keep, n_q: None)
 
 
-def queries_that_are_learnt_wrongly(patch: pytest.MonkeyPatch) -> None:
-    """The clusters of a block know the last query instead of all."""
-    right = MultipolePast._learn
-
-    def learn(self, item, q, k, v):
-        return right(self, item, q[:, -1:].expand_as(q), k, v)
-
-    patch.setattr(MultipolePast, "_learn", learn)
+def blocks_that_are_never_copied(patch: pytest.MonkeyPatch) -> None:
+    """The copy of a block that is complete is left empty."""
+    patch.setattr(MultipolePast, "_append", lambda self, *given: None)
 
 
 def a_copy_that_stays_in_inference_mode(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("sparing.native.tensors._writable", lambda x: x)
+    patch.setattr("sparing.native.tensors.writable", lambda x: x)
 
 
 BROKEN = {  #: and what a case needs to show it
     crop_that_forgets_nothing: "crop",
     select_in_the_wrong_order: "select",
-    copies_that_share_their_store: "copy",
+    copies_that_share_their_past: "copy",
     masks_that_are_forgotten: "attention",
-    queries_that_are_learnt_wrongly: "attention",
+    blocks_that_are_never_copied: "attention",
     a_copy_that_stays_in_inference_mode: "copy",
 }
 
@@ -88,7 +82,7 @@ def test_a_case_shrinks_to_what_matters(monkeypatch):
         {"do": "select", "mode": "plain", "count": 2, "data": 0}, {**more, "count": 1, "data": 4},
     ]  # fmt: skip
     case = {
-        **next(cases(1)), "spec": "multipole(clusters=2, keys=2, window=0, chunk=8)", "dtype": "float32", "batch": 2,
+        **next(cases(1)), "spec": "multipole(tolerance=0.3, block=16)", "dtype": "float32", "batch": 2,
         "heads": 2, "kv_heads": 1, "streams": None, "d": 4, "content": "topics", "kernels": True, "steps": steps,
     }  # fmt: skip
     assert not fails(case)

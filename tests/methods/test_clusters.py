@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparing.draws import Draws
-from sparing.methods.multipole.clusters import Rows, Sums, factor, kmeans, spread_out, sums, whole_numbers
+from sparing.methods.key_clusters.clusters import Rows, Sums, factor, kmeans, spread_out, sums, whole_numbers
 
 EXACT = 2**24  # float32 holds every whole number up to here
 

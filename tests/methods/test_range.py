@@ -10,7 +10,7 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 import sparing
 from sparing import Unsupported
 
-SOFTMAX = ("exact", "kernel(kind=exp)", "multipole(keys=200)", "window(size=200)", "top_keys(keys=200)")
+SOFTMAX = ("exact", "kernel(kind=exp)", "key_clusters(keys=200)", "window(size=200)", "top_keys(keys=200)")
 IMPLS = ("auto", "reference")
 
 
@@ -110,12 +110,12 @@ def test_gaussian_weights_keep_small_keys_beside_large_queries(size, dtype, impl
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1e4, 1e30])
-def test_one_enormous_query_does_not_decide_the_summaries_of_multipole(size, causal):
+def test_one_enormous_query_does_not_decide_the_summaries_of_key_clusters(size, causal):
     q, k, v = qkv(n=300)
     q, k = q * 2, k * 2
     large = q.clone()
     large[0, 0, 20] *= size
-    method, rows = "multipole(clusters=16, keys=32, chunk=64)", torch.arange(300) != 20
+    method, rows = "key_clusters(clusters=16, keys=32, chunk=64)", torch.arange(300) != 20
 
     def error(x, impl):
         found = sparing.attention(x, k, v, is_causal=causal, method=method, seed=0, impl=impl)
@@ -128,10 +128,10 @@ def test_one_enormous_query_does_not_decide_the_summaries_of_multipole(size, cau
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_multipole_on_tiny_keys_gives_the_mean_that_equal_weights_give(order):
+def test_key_clusters_on_tiny_keys_gives_the_mean_that_equal_weights_give(order):
     q, k, v = qkv()
     for size in (1e-19, 1e-20, 1e-22):  # variances of the queries are no normal floats
-        method = f"multipole(clusters=6, keys=8, window=4, chunk=16, order={order})"
+        method = f"key_clusters(clusters=6, keys=8, window=4, chunk=16, order={order})"
         found = sparing.attention(q * size, k * size, v, method=method, seed=0)
         assert relative(found, v.double().mean(-2, keepdim=True).expand_as(v)) < 1e-5
 
@@ -301,11 +301,11 @@ def test_float64_masks_beyond_float32_hide_and_spoil_nothing():
     assert relative(sparing.attention(q, k, v, mask), dense(q, k, v, mask=mask)) < 1e-5
 
 
-def test_multipole_takes_scales_whose_square_overflows():
+def test_key_clusters_takes_scales_whose_square_overflows():
     q, k, v = (x * 1e-150 for x in qkv(dtype=torch.float64))
     for impl in IMPLS:
         out = sparing.attention(
-            q, k, v, method="multipole(keys=4, clusters=4, window=2)", scale=1e300, impl=impl, seed=0
+            q, k, v, method="key_clusters(keys=4, clusters=4, window=2)", scale=1e300, impl=impl, seed=0
         )
         assert out.isfinite().all()
 

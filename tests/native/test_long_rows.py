@@ -15,7 +15,7 @@ import torch
 import sparing
 from sparing import native
 from sparing.methods.monte_carlo.native import received
-from sparing.methods.multipole.native import near_step
+from sparing.methods.window.native import window_step
 from sparing.native.attend import attend
 from tests.support.kernel_checks import Yardstick, needs_kernels
 
@@ -88,8 +88,8 @@ CASES = [
     Case("lsh(rounds=1, chunk=5000)", FEW, 20_000, torch=False),
     Case("yoso(hashes=4, bits=2)", FEW, LONG),
     Case("top_keys(keys=10000)", FEW, LONG, gradients=False),
-    Case("multipole(clusters=8, keys=0)", FEW, LONG, gradients=False),
-    Case("multipole(clusters=8, keys=20000)", FEW, LONG, gradients=False),
+    Case("key_clusters(clusters=8, keys=0)", FEW, LONG, gradients=False),
+    Case("key_clusters(clusters=8, keys=20000)", FEW, LONG, gradients=False),
     *(
         Case(spec, 20_000, 20_000, causal=True, truth="torch", plain="torch")
         for spec in ("random_features(features=16)", "kernel(kind=elu)", "yoso(hashes=4, bits=2)")
@@ -97,7 +97,7 @@ CASES = [
     Case("kernel(kind=elu, normalize=none)", 20_000, 20_000, causal=True, truth="torch", plain="torch"),
     Case("nystrom(landmarks=8)", LONG, LONG, truth="torch", plain="torch"),
     # Its specification is quadratic: the kernel in float64, which other tests hold to that, is the truth.
-    Case("multipole(clusters=4, keys=0)", 20_000, 20_000, False, causal=True, truth="native", plain="rounded"),
+    Case("key_clusters(clusters=4, keys=0)", 20_000, 20_000, False, causal=True, truth="native", plain="rounded"),
 ]
 
 
@@ -163,13 +163,12 @@ def test_largest_weights_that_keys_receive(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_over_a_wide_window(kind):
     """Each query sees its own key and all before it."""
-    own = torch.arange(LONG - FEW, LONG)[None]
 
     def kernel(q, k, v):
-        return near_step(q, k, v, own, LONG, 0, 0.5)[0]
+        return window_step(q, k, v, LONG, 0, 0.5)[0]
 
     def dense(q, k, v):
-        hidden = torch.arange(LONG) > own[0, :, None]
+        hidden = torch.arange(LONG) > torch.arange(LONG - FEW, LONG)[:, None]
         return (q @ k.mT * 0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
     hold(Yardstick(dense, inputs(kind, FEW, LONG), gradients=False), kernel, kind)

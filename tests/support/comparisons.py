@@ -13,7 +13,7 @@ from sparing.workbench.timing import Interval
 
 LAYERS = [f"encoder.layer.{i}.attention.self" for i in range(3)]
 REASON = "encoder.layer.0 cannot run nystrom(landmarks=64): it is causal"
-FAST, SLOW, BAD = "window(size=64, sinks=1)", "multipole(clusters=64, keys=76, window=16)", "lsh(rounds=4, chunk=32)"
+FAST, SLOW, BAD = "window(size=64, sinks=1)", "key_clusters(clusters=64, keys=76, window=16)", "lsh(rounds=4, chunk=32)"
 
 
 def around(middle):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-import sparing
 from tests.support.model_zoo import tokens
 
-SMALL = "multipole(clusters=4, keys=6, window=4, sinks=1, chunk=16)"
+SMALL = "multipole(tolerance=0.1, sinks=1, block=16)"
 
 
-COVERING = ["multipole(keys=1000, chunk=16)", "window(size=1000)", "top_keys(keys=1000)"]
+COVERING = ["multipole(tolerance=0, block=16)", "window(size=1000)", "top_keys(keys=1000)"]
 
 
 MODELS = ["llama", "gpt2"]
 
 
 #: Types of caches that an index follows.
-DTYPES = [torch.float32]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 NEW = 20
@@ -32,13 +28,6 @@ def new_cache(model, kind, length=90):
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=length)
     return DynamicCache(config=model.config)
-
-
-def unseen(spec):
-    """The warning of a method that cannot take over tokens which it has not seen; nothing for one that can."""
-    if sparing.method(spec).supports.adopt:
-        return nullcontext()
-    return pytest.warns(UserWarning, match=r"the cache has tokens that \w+ has not seen; call approximate\(\) before")
 
 
 def prompt(length=40, batch=2, padded=True):

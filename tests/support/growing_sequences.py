@@ -10,17 +10,14 @@ from torch import Tensor
 
 import sparing
 
-MULTIPOLE = "multipole(clusters=8, keys=24, window=8, sinks=2, chunk=32)"
+MULTIPOLE = "multipole(tolerance=0.05, sinks=2, block=16)"
 
 
 SPECS = [
     MULTIPOLE,
-    "multipole(clusters=8, keys=24, window=40, sinks=0, chunk=64, order=1, select=mass)",  # the window reaches clusters
-    "multipole(clusters=70, keys=12, window=10, sinks=20, chunk=64)",  # more clusters than keys; sinks beyond a block
-    "multipole(clusters=0.1, keys=0, window=0, sinks=0, chunk=32, steps=0)",
-    "multipole(clusters=3, keys=5, window=4, sinks=1, chunk=8, select=mass, order=1, cap=0.1)",  # blocks of two keys
-    "sketch(tolerance=0.05, sinks=2, block=16)",
-    "sketch(tolerance=1.0, sinks=20, block=32)",  # sinks beyond a block
+    "multipole(tolerance=0.3, sinks=0, block=16)",
+    "multipole(tolerance=1.0, sinks=20, block=32)",  # sinks beyond a block
+    "multipole(tolerance=0.02, sinks=1, block=48)",
     "window(size=32, sinks=2)",
     "window(size=16, global_tokens=40, sinks=3)",
     "window(size=0)",

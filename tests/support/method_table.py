@@ -49,13 +49,13 @@ _NO_DERIVATIVE = {
 _OTHER_BUCKETS = "which keys a query sees depends on the other valid keys, so that parts see other keys than the whole"
 _CONSTANT_CHANCE = "the hit probability is a constant of the gradient, which is then unbiased; test_lsh.py checks that"
 
-_OTHER_CLUSTERS = "parts of the keys have other clusters than the whole; multipole(keys=200) runs it with all keys"
+_OTHER_CLUSTERS = "parts of the keys have other clusters than the whole; key_clusters(keys=200) runs it with all keys"
 _FIXED_PLAN = (
-    "clusters, expansions and the mean query are constants of the gradient; test_multipole.py holds them fixed"
+    "clusters, expansions and the mean query are constants of the gradient; test_key_clusters.py holds them fixed"
 )
 
 _OTHER_BLOCKS = "parts of the keys have other blocks, and so other copies, than the whole; tolerance=0 reads all keys"
-_COPIES_FOR_KEYS = "copies count as the keys themselves in the gradient; test_sketch.py has its formula"
+_COPIES_FOR_KEYS = "copies count as the keys themselves in the gradient; test_multipole.py has its formula"
 
 _LOST_DISTANCES = "|q - k|^2 of the specification rounds small keys away; the paths without |q|^2 keep them"
 
@@ -113,28 +113,28 @@ ROWS = [
     Row("window(size=6, sinks=3)", skip={"lse merge": _FIRST_VALID}),
     Row("window(size=10, sinks=1, global_tokens=2)", skip={"lse merge": _FIRST_VALID}),
     Row(
-        "multipole(clusters=6, keys=8, window=4, chunk=16)",
-        budgets=tuple(f"multipole(clusters=8, keys={keys}, window=0)" for keys in (0, 16, 64)),
+        "key_clusters(clusters=6, keys=8, window=4, chunk=16)",
+        budgets=tuple(f"key_clusters(clusters=8, keys={keys}, window=0)" for keys in (0, 16, 64)),
         beats_mean=True,
         skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
     ),
     Row(
-        "multipole(clusters=0.25, keys=5, window=0, sinks=0, order=1, select=mass, chunk=12, steps=1)",
+        "key_clusters(clusters=0.25, keys=5, window=0, sinks=0, order=1, select=mass, chunk=12, steps=1)",
         skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
     ),
     Row(
-        "multipole(clusters=6, keys=40, window=0, cap=8.0, tolerance=0.05, chunk=16)",
+        "key_clusters(clusters=6, keys=40, window=0, cap=8.0, tolerance=0.05, chunk=16)",
         skip={"lse merge": _OTHER_CLUSTERS, "gradient": _FIXED_PLAN},
     ),
-    Row("multipole(keys=200)", skip={"seed": "all keys are exact, and nothing random is left"}),
+    Row("key_clusters(keys=200)", skip={"seed": "all keys are exact, and nothing random is left"}),
     Row(
-        "sketch(tolerance=0.043, sinks=1, block=16)",  # 1 / tolerance is no whole number: equal weights would tie with it
-        budgets=tuple(f"sketch(tolerance={t}, sinks=0, block=16)" for t in (0.5, 0.05, 0.005)),
+        "multipole(tolerance=0.043, sinks=1, block=16)",  # 1 / tolerance is no whole number: equal weights would tie with it
+        budgets=tuple(f"multipole(tolerance={t}, sinks=0, block=16)" for t in (0.5, 0.05, 0.005)),
         beats_mean=True,
         skip={"lse merge": _OTHER_BLOCKS, "gradient": _COPIES_FOR_KEYS},
     ),
-    Row("sketch(tolerance=1.0, sinks=0, block=32)", skip={"lse merge": _OTHER_BLOCKS, "gradient": _COPIES_FOR_KEYS}),
-    Row("sketch(tolerance=0.0)"),
+    Row("multipole(tolerance=1.0, sinks=0, block=32)", skip={"lse merge": _OTHER_BLOCKS, "gradient": _COPIES_FOR_KEYS}),
+    Row("multipole(tolerance=0.0)"),
     Row(
         "skyformer(landmarks=6)",
         budgets=("skyformer(landmarks=8)", "skyformer(landmarks=32)", "skyformer(landmarks=127)"),

@@ -21,7 +21,6 @@ from tests.support.decoding import (
     indices,
     new_cache,
     prompt,
-    unseen,
 )
 from tests.support.model_zoo import build, tokens
 
@@ -236,8 +235,8 @@ def test_a_cache_of_an_approximated_model_serves_the_restored_one():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [*SMALL_BUDGETS, "top_keys(keys=3)"])
 def test_a_cache_that_was_filled_before_gets_an_index_from_its_keys(spec, kind, padded):
-    """As if the method had seen the exact prompt, where keys are enough; else tokens are exact, which is said."""
-    model, given, adopts = build("llama"), prompt(60, padded=padded), sparing.method(spec).supports.adopt
+    """As if the method had seen the exact prompt."""
+    model, given = build("llama"), prompt(60, padded=padded)
     ids, mask = given["input_ids"], given["attention_mask"]
 
     def run(cache, a, b):
@@ -246,13 +245,12 @@ def test_a_cache_that_was_filled_before_gets_an_index_from_its_keys(spec, kind, 
 
     late, early = new_cache(model, kind), new_cache(model, kind)
     run(late, 0, 40)
-    with sparing.approximate(model, spec if adopts else "exact", when="decode" if adopts else None):
+    with sparing.approximate(model, spec, when="decode"):
         run(early, 0, 40)
         wanted = torch.cat([run(early, 40, 45), *(run(early, i, i + 1) for i in range(45, 60))], 1)
     with sparing.approximate(model, spec, when="decode") as handle:
-        with unseen(spec):
-            found = torch.cat([run(late, 40, 45), *(run(late, i, i + 1) for i in range(45, 60))], 1)
-        assert counts(handle) == {(15, 0, 1) if adopts else (0, 0, 16)}
+        found = torch.cat([run(late, 40, 45), *(run(late, i, i + 1) for i in range(45, 60))], 1)
+        assert counts(handle) == {(15, 0, 1)}
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 

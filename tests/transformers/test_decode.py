@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import sparing
-from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, indices, prompt, started, unseen
+from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, prompt, started
 from tests.support.model_zoo import TOKENS, build, tokens
 
 WAYS = {
@@ -139,8 +139,8 @@ def test_a_generous_budget_is_close_and_a_small_one_is_not():
     errors = []
     for spec in (
         "exact",
-        "multipole(clusters=8, keys=64, window=16, chunk=32)",
-        "multipole(clusters=1, keys=0, window=0, sinks=0, chunk=16)",
+        "multipole(tolerance=0.01, block=16)",
+        "window(size=2)",
     ):
         cache = DynamicCache(config=model.config)
         with sparing.approximate(model, spec, when=None if spec == "exact" else "decode"):
@@ -163,11 +163,11 @@ def test_layers_with_a_window_of_their_own_stay_exact():
 
 
 @pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_stay_exact(bits):
+def test_sixteen_bits_stay_exact_where_a_method_cannot_read_them(bits):
     model = build("llama").to(bits)
     name = str(bits).removeprefix("torch.")
-    with sparing.approximate(model, SMALL, when="decode") as handle:
-        with pytest.warns(UserWarning, match=f"the cache is {name}; use sketch, which reads it, or load the model"):
+    with sparing.approximate(model, "top_keys(keys=4)", when="decode") as handle:
+        with pytest.warns(UserWarning, match=f"the cache is {name}; use multipole or window, which read it, or load"):
             generate(model, max_new_tokens=3)
         assert (handle.statistics().layers[0].steps, handle.statistics().layers[0].exact_calls) == (0, 3)
 
@@ -180,10 +180,8 @@ def test_a_nested_call_starts_an_index_of_its_own():
             feed(model, ids[:, 53:54], cache)
             assert (inner.statistics().layers[0].steps, inner.statistics().layers[0].exact_calls) == (1, 0)
             assert outer.statistics().layers[1].steps == 4
-        with unseen(SMALL):
-            feed(model, ids[:, 54:55], cache)
-        adopts = sparing.method(SMALL).supports.adopt
-        assert outer.statistics().layers[0].exact_calls == (0 if adopts else 1), "its index is gone"
+        feed(model, ids[:, 54:55], cache)
+        assert outer.statistics().layers[0].exact_calls == 0, "its index is made again"
         assert outer.statistics().layers[1].steps == 5
         wanted = generate(model)
     with sparing.approximate(model, SMALL):
@@ -191,9 +189,9 @@ def test_a_nested_call_starts_an_index_of_its_own():
 
 
 @pytest.mark.parametrize("spec", [SMALL, "window(size=6)"])
-def test_a_mask_that_changes_gives_up_the_index(spec):
-    """What it holds would be hidden, or hold too little: it is made again, or tokens are exact, and that is counted."""
-    model, given, adopts = build("llama"), prompt(), sparing.method(spec).supports.adopt
+def test_a_mask_that_changes_makes_the_index_again(spec):
+    """What it holds would be hidden, or hold too little."""
+    model, given = build("llama"), prompt()
     more = torch.cat([torch.ones(2, 40), torch.ones(2, 1)], dim=1).long()  # shows what was padding
     wanted, found = DynamicCache(), DynamicCache()
     with torch.no_grad():
@@ -201,13 +199,10 @@ def test_a_mask_that_changes_gives_up_the_index(spec):
     with sparing.approximate(model, spec, when="decode") as handle:
         with torch.no_grad():
             model(**given, past_key_values=found, use_cache=True)
-        with unseen(spec):
-            logits = feed(model, tokens(1, 2), found, attention_mask=more)
+        logits = feed(model, tokens(1, 2), found, attention_mask=more)
         statistics = handle.statistics().total
-    assert statistics.steps == (len(handle.layers) if adopts else 0)
-    assert statistics.exact_calls == (1 if adopts else 2) * len(handle.layers)
-    assert {index is None for index in indices(found)} == {not adopts}
-    with sparing.approximate(model, spec if adopts else "exact"):
+    assert statistics.steps == statistics.exact_calls == len(handle.layers)
+    with sparing.approximate(model, spec):
         exact = feed(model, tokens(1, 2), wanted, attention_mask=more)
     torch.testing.assert_close(logits, exact, rtol=0, atol=1e-5)
 
@@ -258,7 +253,7 @@ def test_compiled_models_run_and_decode_exactly():
 
 def test_statistics_count_prompts_and_steps():
     model = build("llama")
-    with sparing.approximate(model, "multipole(clusters=2, keys=4, window=2, sinks=0, chunk=8)") as handle:
+    with sparing.approximate(model, SMALL) as handle:
         assert handle.statistics().layers[0].share_read is None
         generate(model, prompt(padded=False))
         for layer in (*handle.statistics().layers,):
@@ -322,7 +317,7 @@ def test_a_recipe_says_when_by_pattern():
 
 def test_statistics_of_covered_prompts_are_those_of_exact_attention():
     model = build("llama")
-    with sparing.approximate(model, "multipole(keys=1000)") as handle:
+    with sparing.approximate(model, "top_keys(keys=1000)") as handle:
         feed(model, tokens(41, 2), DynamicCache())
         total = handle.statistics().total
     assert total.covered == len(handle.layers)

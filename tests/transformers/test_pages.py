@@ -1,4 +1,4 @@
-"""The code of README.md, docs/transformers.md and docs/sketch.md runs, with small models instead of downloaded ones."""
+"""The code of README.md, docs/transformers.md and docs/multipole.md runs, with small models instead of downloaded ones."""
 
 import re
 from pathlib import Path
@@ -72,9 +72,9 @@ def test_the_readme_runs(names):
     assert names["out"].shape == (2, 16, 512)
 
 
-def test_the_page_of_sketch_runs():
+def test_the_page_of_multipole_runs():
     """With a tiny untrained model, which answers nothing, and contexts of 60 characters for its tokens."""
-    call, facts = blocks("docs/sketch.md")
+    call, facts, _ = blocks("docs/multipole.md")
     q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     names = {"sparing": sparing, "model": build("llama"), "q": q, "k": k, "v": v}
     exec(call, names)

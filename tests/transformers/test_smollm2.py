@@ -51,7 +51,7 @@ def test_a_context_beyond_the_positions_of_a_model_is_refused(smollm2, monkeypat
         answer_questions(model, tokenizer, context)
 
 
-def test_sketch_keeps_the_facts_that_a_window_loses(smollm2):
+def test_multipole_keeps_the_facts_that_a_window_loses(smollm2):
     """Two contexts of 400 tokens with eight similar facts each."""
     model, tokenizer = smollm2.model, smollm2.tokenizer
 
@@ -62,7 +62,7 @@ def test_sketch_keeps_the_facts_that_a_window_loses(smollm2):
     exact = [answer_questions(model, tokenizer, each) for each in contexts]
     assert sum(map(sum, exact)) >= 8, "the model solves at least half of them"
     for when in ("decode", "always"):
-        found = [answer_questions(model, tokenizer, each, "sketch(block=64)", when=when) for each in contexts]
+        found = [answer_questions(model, tokenizer, each, "multipole(block=64)", when=when) for each in contexts]
         assert survival(list(zip(exact, found, strict=True))).share >= 0.9
     lost = [answer_questions(model, tokenizer, each, "window(size=64, sinks=4)", when="decode") for each in contexts]
     assert survival(list(zip(exact, lost, strict=True))).share <= 0.4, "the control"

@@ -60,7 +60,7 @@ def test_the_errors_of_layers_are_those_of_their_calls(minilm_layers, spec):
 def test_only_a_method_with_an_error_bar_has_one():
     rows, _ = subject().encode(TEXTS, 60)
     assert all(
-        -1 <= layer.bar <= 1 for layer in quality(subject(), rows, "multipole(clusters=4, keys=4, window=2)").layers
+        -1 <= layer.bar <= 1 for layer in quality(subject(), rows, "key_clusters(clusters=4, keys=4, window=2)").layers
     )
 
 
@@ -398,7 +398,7 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
     for method in found:
         assert method.supports.training_free or method.oracle
         assert method.supports.causal or not causal
-    assert {method.name for method in found} >= {"window", "multipole", "top_keys"}
+    assert {method.name for method in found} >= {"window", "key_clusters", "top_keys"}
 
 
 @pytest.mark.parametrize(

@@ -144,12 +144,12 @@ def test_maps_show_where_heads_look():
 
 
 def test_maps_keep_the_choices_of_a_method_that_looks_at_values():
-    """Marks beside the values are small enough that multipole expands the clusters that it would."""
+    """Marks beside the values are small enough that key_clusters expands the clusters that it would."""
     import sparing
 
     one = subject()
     rows, _ = one.encode(TEXTS[:1], 60)
-    spec = "multipole(clusters=6, keys=6, window=2)"
+    spec = "key_clusters(clusters=6, keys=6, window=2)"
     (seen, *_) = calls_of(one, rows[0], spec)
     found = maps(one, rows[0], spec, [(seen.layer, 0, 1)])[0]
     weights = torch.eye(60).expand(1, seen.key.shape[1], -1, -1)

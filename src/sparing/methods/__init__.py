@@ -6,13 +6,13 @@ from typing import NoReturn
 
 from sparing.methods.exact import Exact
 from sparing.methods.kernel import Kernel
+from sparing.methods.key_clusters import KeyClusters
 from sparing.methods.linformer import Linformer
 from sparing.methods.lsh import Lsh
 from sparing.methods.monte_carlo import MonteCarlo
 from sparing.methods.multipole import Multipole
 from sparing.methods.nystrom import Nystrom
 from sparing.methods.random_features import RandomFeatures
-from sparing.methods.sketch import Sketch
 from sparing.methods.skyformer import Skyformer
 from sparing.methods.window import Window
 from sparing.methods.yoso import Yoso
@@ -20,13 +20,13 @@ from sparing.methods.yoso import Yoso
 __all__ = [
     "Exact",
     "Kernel",
+    "KeyClusters",
     "Linformer",
     "Lsh",
     "MonteCarlo",
     "Multipole",
     "Nystrom",
     "RandomFeatures",
-    "Sketch",
     "Skyformer",
     "Window",
     "Yoso",

@@ -17,7 +17,7 @@ class WritableState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         with torch.inference_mode(False):
-            vars(self).update({name: _writable(x) for name, x in state.items()})
+            vars(self).update({name: writable(x) for name, x in state.items()})
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
@@ -25,5 +25,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _writable(x: Any) -> Any:
+def writable(x: Any) -> Any:
+    """Return a tensor, or a tuple of them, that may be written to outside inference mode; anything else as it is."""
+    if isinstance(x, tuple):
+        return type(x)(map(writable, x))
     return x.clone() if isinstance(x, Tensor) and x.is_inference() else x

@@ -37,13 +37,13 @@ def dtype(found: torch.dtype) -> Reason:
     """Return the reason for a cache of numbers that an index does not read."""
     return Reason(
         f"the cache is {str(found).removeprefix('torch.')}",
-        "use sketch, which reads it, or load the model with dtype=torch.float32",
+        "use multipole or window, which read it, or load the model with dtype=torch.float32",
     )
 
 
 def method(name: str) -> Reason:
     """Return the reason for a method that cannot continue a cache."""
-    return Reason(f"{name} cannot continue a cache", 'use sketch, multipole or window, or pass when="prefill"')
+    return Reason(f"{name} cannot continue a cache", 'use multipole or window, or pass when="prefill"')
 
 
 def unseen_tokens(name: str) -> Reason:

@@ -24,7 +24,7 @@ from sparing_lab.studies.study import Settings
 WIDTHS = {"minilm": 32, "smollm2": 64}  #: width of a head's values; 64 in all other models
 NAMES = {
     "top_keys": "largest weights (OVO)", "value_aware": "best values (OVA)", "window": "window", "lsh": "LSH",
-    "random_features": "random features", "multipole": "multipole (ours)",
+    "random_features": "random features", "key_clusters": "key_clusters (ours)",
 }  # fmt: skip
 TABLE_1 = numbers("value-aware", "table 1")
 WRONG = "hidden tokens predicted wrongly (%)"

@@ -31,7 +31,7 @@ from sparing_lab.tasks import masked
 MASKED = "roberta-base"  #: stands in for the authors' RoBERTa of 4096 positions, which is not on the hub
 UNITS = {"encoder": "1 - cosine of the embedding", "language model": "perplexity", "masked": WRONG}
 SHORT = {"encoder": "1 - cosine", "language model": "perplexity", "masked": "wrong (%)"}
-_POLES = "multipole(clusters={}, keys={}, window=0, sinks=4, cap=8.0, steps=6, tolerance={})"
+_POLES = "key_clusters(clusters={}, keys={}, window=0, sinks=4, cap=8.0, steps=6, tolerance={})"
 
 
 def _specs(name: str, *keys: int) -> list[str]:
@@ -43,7 +43,7 @@ def _runs(settings: Settings) -> list[tuple[str, str, int, int, list[str]]]:
     top, aware, windows = (partial(_specs, name) for name in ("top_keys", "value_aware", "window"))
     features = "random_features(features=256)"
     encoder = [*buckets(512), features, "lsh(rounds=4, chunk=32, combine=sum, align=rank)"]
-    encoder += [f"multipole(clusters={c}, keys={k}, window=16)" for c, k in ((32, 32), (64, 76), (64, 160))]
+    encoder += [f"key_clusters(clusters={c}, keys={k}, window=16)" for c, k in ((32, 32), (64, 76), (64, 160))]
     decoder = [features, "lsh(rounds=4, chunk=32, combine=sum)"]
     long = _POLES.format(16, 200, 0.02)
     if settings.small:
@@ -156,12 +156,12 @@ _LESS = each("OVA-1 below OVO-1", lambda found: found[1][1] < found[1][0])
 _ONE = (spec_of("top_keys", 1), spec_of("value_aware", 1))
 
 
-def _multipoles(rows: Rows) -> list[tuple[Group, str, float]]:
-    """Return multipole's settings, each with the loss of the largest weights at as many keys as it read."""
+def _key_clusters(rows: Rows) -> list[tuple[Group, str, float]]:
+    """Return key_clusters's settings, each with the loss of the largest weights at as many keys as it read."""
     found = []
     for group in groups(rows):
         for spec in group.values:
-            if family(spec) == "multipole":
+            if family(spec) == "key_clusters":
                 oblivious = oracles.between(group.curve("top_keys"), group.read[spec])
                 found += [] if oblivious is None else [(group, spec, oblivious)]
     return found
@@ -190,7 +190,7 @@ def _tables(rows: Rows) -> list[Table]:
 def _draw(rows: Rows, figure: Figure) -> None:
     found = groups(rows)
     axes: list[Any] = list(panels(figure, math.ceil((len(found) + 1) / 2), 2, size=(5.2, 3.9)))
-    oracles.draw_groups(axes, found, floor=1e-7, reads=("lsh", "multipole"))
+    oracles.draw_groups(axes, found, floor=1e-7, reads=("lsh", "key_clusters"))
     for group, panel in zip(found, axes, strict=False):
         panel.set(
             xscale="log", yscale="linear" if group.kind == "masked" else "log",
@@ -237,12 +237,12 @@ STUDY = Study(
               judge=oracles.lsh(lambda found: (min(few for few, _ in found.values())
                                                > 2 * max(many for _, many in found.values())))),
         Claim("window", "Figure 1", "windows trail behind the largest weights", "at all r", judge=oracles.trails(8)),
-        Claim("multipole", "ours", "multipole, which does not look at all weights, is nearer to exact attention than "
-              "the largest weights are at as many keys", "asks for methods that approximate the output; has none",
+        Claim("key_clusters", "ours", "key_clusters, which does not look at all weights, is nearer to exact attention "
+              "than the largest weights are at as many keys", "asks for methods that approximate the output; has none",
               judge=Judge(
-                  _multipoles, _NEARER, _NEARER.once(), lambda found: "; ".join(
+                  _key_clusters, _NEARER, _NEARER.once(), lambda found: "; ".join(
                       f"{group.name}, {group.read[spec]:.0f} keys: {group.loss(spec):.3g} / {oblivious:.3g}"
                       for group, spec, oblivious in found) + " (loss / OVO's there)",
-                  of="for every setting", needs="no multipole within the range of OVO's keys"), ours=True),
+                  of="for every setting", needs="no key_clusters within the range of OVO's keys"), ours=True),
     ),
 )  # fmt: skip

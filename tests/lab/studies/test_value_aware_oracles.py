@@ -14,7 +14,7 @@ from tests.support.verdicts import changed, others, verdict
 
 NAME = "value-aware-oracles"
 FEW, MANY = ("lsh(rounds=4, chunk=4, combine=sum, align=rank)", "lsh(rounds=16, chunk=32, combine=sum, align=rank)")
-POLES = "multipole(clusters=32, keys=32, window=16)"
+POLES = "key_clusters(clusters=32, keys=32, window=16)"
 
 
 def swaps(model, kind, length, values, **read):
@@ -79,7 +79,7 @@ def test_what_the_paper_says_is_what_it_says():
         ("lsh", of(FEW), 0.03, "does not"),
         ("window", of("window(size=8)", "smollm2", 2048), 50.0, "same shape"),
         ("window", of("window(size=8)", "smollm2"), 30.0, "does not"),
-        ("multipole", of(POLES), 0.18, "does not"),
+        ("key_clusters", of(POLES), 0.18, "does not"),
     ],
 )
 def test_other_results_are_another_verdict(key, where, value, expected):
@@ -98,14 +98,14 @@ def test_values_that_do_not_make_the_output_are_not_exact(name, value):
     assert verdict(NAME, "exact", rows) == "does not"
 
 
-def test_a_multipole_outside_the_range_is_not_judged():
-    assert verdict(NAME, "multipole", changed(ROWS, of(POLES), read=400.0)) == "not run"
+def test_a_key_clusters_outside_the_range_is_not_judged():
+    assert verdict(NAME, "key_clusters", changed(ROWS, of(POLES), read=400.0)) == "not run"
 
 
-def test_one_multipole_of_two_is_better():
+def test_one_key_clusters_of_two_is_better():
     (first,) = [row for row in ROWS if row.get("spec") == POLES]
-    worse = {**first, "spec": "multipole(clusters=64, keys=76, window=16)", "value": 0.3}
-    assert verdict(NAME, "multipole", [*ROWS, worse]) == "same shape"
+    worse = {**first, "spec": "key_clusters(clusters=64, keys=76, window=16)", "value": 0.3}
+    assert verdict(NAME, "key_clusters", [*ROWS, worse]) == "same shape"
 
 
 def test_nothing_is_claimed_without_rows():

@@ -1,4 +1,4 @@
-"""Multipole attention: exact where it matters, clusters of keys elsewhere."""
+"""Attention that reads few keys, and copies of few bits of all others."""
 
 from sparing.methods.multipole.method import Multipole
 

@@ -14,8 +14,7 @@ from sparing.call import Call
 from sparing.contract import Cost, Method, Shape, Supports, knob, method
 from sparing.maths import blocks, dense
 from sparing.maths.packing import place_of_rank
-from sparing.methods.multipole.native import near_step
-from sparing.methods.window.native import window
+from sparing.methods.window.native import window, window_step
 from sparing.native.attend import attend
 
 _SCORES = 2**22  # most logits in memory at once
@@ -45,8 +44,9 @@ class Window(Method):
     name = "window"
     budget = "size"
     supports = Supports(
-        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, adopt=True, training_free=True
-    )
+        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, decode_16bit=True, adopt=True,
+        training_free=True,
+    )  # fmt: skip
 
     size: int = knob(128, minimum=0)
     sinks: int = knob(0, minimum=0)
@@ -123,11 +123,13 @@ class Window(Method):
         self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         n_q, n = q.shape[2], k.shape[2]
-        if keep is None and n - n_q >= self.global_tokens and native.ready(q) and k.dtype == q.dtype:
+        if keep is None and n - n_q >= self.global_tokens and native.ready(q, half=True) and k.dtype == q.dtype:
             shared = max(self.sinks, self.global_tokens)
-            own = torch.arange(n - n_q, n).expand(q.shape[0], -1).contiguous()
-            out, notes = near_step(q, k, v, own, self.size, shared, scale)
-            return out, {"lse": notes[0], "touched": notes[2].long()}
+            out, lse = window_step(q, k, v, self.size, shared, scale)
+            own = torch.arange(n - n_q, n, device=q.device)
+            read = (own + 1).clamp_max(self.size + 1) + (own - self.size).clamp(0, shared)
+            return out, {"lse": lse, "touched": read.expand_as(lse)}
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
         valid = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if keep is None else keep
         sees_all = valid.cumsum(-1)[:, n - n_q :, None] <= self.global_tokens  # (B, n_q, 1)
         low = max(n - n_q - self.size, 0)  # the first position of any window

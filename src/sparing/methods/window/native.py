@@ -18,6 +18,10 @@ schemas.define(
     f" {_LIMITS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
+schemas.define(
+    "window_step(Tensor q, Tensor k, Tensor v, int left, int first, float scale) -> (Tensor out, Tensor lse)"
+)
+
 
 def window(
     q: Tensor,
@@ -67,3 +71,18 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Ten
 
 
 differentiable("window", _backward, _setup)
+
+
+def window_step(q: Tensor, k: Tensor, v: Tensor, left: int, first: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output (B, H, n_q, e) and log-sum-exp (B, H, n_q) of the last n_q positions of a sequence.
+
+    A query sees its own key, `left` before it and the first ones. k, v: (B, H_kv, n, .), of the type of q, which may
+    have 16 bits. There is no gradient.
+    """
+    return torch.ops.sparing.window_step(*(contiguous_rows(x) for x in (q, k, v)), left, first, scale)
+
+
+@torch.library.register_fake("sparing::window_step", lib=schemas)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    kind = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=kind)

@@ -5,19 +5,19 @@
 #include "common/isa.h"
 #include "features/features.h"
 #include "kernels.h"
+#include "key_clusters/key_clusters.h"
+#include "key_clusters/kmeans.h"
+#include "key_clusters/metric.h"
+#include "key_clusters/poles.h"
 #include "linformer/signs.h"
 #include "lsh/lsh.h"
 #include "monte_carlo/projection.h"
 #include "monte_carlo/received.h"
-#include "multipole/kmeans.h"
-#include "multipole/metric.h"
 #include "multipole/multipole.h"
-#include "multipole/poles.h"
-#include "multipole/step.h"
 #include "nystrom/inverse.h"
 #include "segments/segments.h"
-#include "sketch/sketch.h"
 #include "top_keys/top_keys.h"
+#include "window/step.h"
 #include "window/window.h"
 #include "yoso/yoso.h"
 
@@ -29,19 +29,23 @@ constexpr KernelsOf<T> kernels_of() {
       .attend = attend_kernels<T>(),
       .features = feature_kernels<T>(),
       .inverse = inverse_kernels<T>(),
+      .key_clusters = key_clusters_kernels<T>(),
       .lsh = lsh_kernels<T>(),
       .metric = metric_kernels<T>(),
-      .multipole = multipole_kernels<T>(),
       .poles = pole_kernels<T>(),
       .projection = projection_kernels<T>(),
       .received = received_kernels<T>(),
       .segments = segment_kernels<T>(),
       .signs = sign_kernels<T>(),
-      .step = step_kernels<T>(),
       .top_keys = top_keys_kernels<T>(),
       .window = window_kernels<T>(),
       .yoso = yoso_kernels<T>(),
   };
+}
+
+template <class E>
+constexpr KernelsOfStored<E> kernels_of_stored() {
+  return {.multipole = multipole_kernels<E>(), .window_step = window_step_kernels<E>()};
 }
 
 inline constexpr Kernels table{
@@ -49,10 +53,10 @@ inline constexpr Kernels table{
     kmeans_kernels(),
     kernels_of<float>(),
     kernels_of<double>(),
-    sketch_kernels<float>(),
-    sketch_kernels<double>(),
-    sketch_kernels<BFloat16>(),
-    sketch_kernels<Float16>(),
+    kernels_of_stored<float>(),
+    kernels_of_stored<double>(),
+    kernels_of_stored<BFloat16>(),
+    kernels_of_stored<Float16>(),
 };
 
 }  // namespace sparing::SPARING_ISA

@@ -4,13 +4,13 @@
 
 #include "attend/call.h"
 #include "features/call.h"
+#include "key_clusters/call.h"
 #include "linformer/call.h"
 #include "lsh/call.h"
 #include "monte_carlo/call.h"
 #include "multipole/call.h"
 #include "nystrom/call.h"
 #include "segments/call.h"
-#include "sketch/call.h"
 #include "top_keys/call.h"
 #include "window/call.h"
 #include "yoso/call.h"
@@ -22,18 +22,24 @@ struct KernelsOf {
   AttendKernels<T> attend;
   FeatureKernels<T> features;
   InverseKernels<T> inverse;
+  KeyClustersKernels<T> key_clusters;
   LshKernels<T> lsh;
   MetricKernels<T> metric;
-  MultipoleKernels<T> multipole;
   PoleKernels<T> poles;
   ProjectionKernels<T> projection;
   ReceivedKernels<T> received;
   SegmentKernels<T> segments;
   SignKernels<T> signs;
-  StepKernels<T> step;
   TopKeysKernels<T> top_keys;
   WindowKernels<T> window;
   YosoKernels<T> yoso;
+};
+
+// Kernels that take entries of E as they are stored, also of 16 bits.
+template <class E>
+struct KernelsOfStored {
+  MultipoleKernels<E> multipole;
+  WindowStepKernels<E> window_step;
 };
 
 struct Kernels {
@@ -41,10 +47,10 @@ struct Kernels {
   KMeansKernels kmeans;
   KernelsOf<float> f32;
   KernelsOf<double> f64;
-  SketchKernels<float> sketch_f32;
-  SketchKernels<double> sketch_f64;
-  SketchKernels<BFloat16> sketch_bf16;
-  SketchKernels<Float16> sketch_f16;
+  KernelsOfStored<float> stored_f32;
+  KernelsOfStored<double> stored_f64;
+  KernelsOfStored<BFloat16> stored_bf16;
+  KernelsOfStored<Float16> stored_f16;
 
   template <class T>
   const KernelsOf<T>& of() const {
@@ -55,15 +61,15 @@ struct Kernels {
   }
 
   template <class E>
-  const SketchKernels<E>& sketch_of() const {
+  const KernelsOfStored<E>& stored() const {
     if constexpr (__is_same(E, BFloat16))
-      return sketch_bf16;
+      return stored_bf16;
     else if constexpr (__is_same(E, Float16))
-      return sketch_f16;
+      return stored_f16;
     else if constexpr (sizeof(E) == 4)
-      return sketch_f32;
+      return stored_f32;
     else
-      return sketch_f64;
+      return stored_f64;
   }
 };
 

@@ -136,7 +136,7 @@ TARGETS: tuple[Target, ...] = (
     *_targets("skyformer(landmarks=128)", "forward", n4096=8, n16384=30),
     *_targets("window(size=256)", "forward", n4096=8, n16384=30),
     *_targets("lsh(rounds=4)", "forward", n4096=4, n16384=15),
-    *_targets("multipole(clusters=128, keys=256)", "forward", n4096=3, n16384=8),
+    *_targets("key_clusters(clusters=128, keys=256)", "forward", n4096=3, n16384=8),
     *_targets("random_features(features=256)", "forward", n4096=5, n16384=18),
     *_targets("linformer(rank=256)", "forward", n4096=6, n16384=20),
     *_targets("kernel(kind='elu')", "forward", n4096=6, n16384=20),

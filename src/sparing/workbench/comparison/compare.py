@@ -87,7 +87,7 @@ def compare(
     asked = methods if methods is not None else ladder(given.tokens, causal=causal)
     specs = list(dict.fromkeys(str(_method(spec)) for spec in asked))
     if not specs:
-        raise ValueError("methods is empty; name at least one, such as 'multipole(keys=76)'")
+        raise ValueError("methods is empty; name at least one, such as 'key_clusters(keys=76)'")
     refuse_metric(chosen, given)
     if head is not None:
         _refuse_head(head, subject)

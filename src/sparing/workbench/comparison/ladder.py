@@ -12,10 +12,8 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
     if causal:
         specs = [
             *(f"window(size={size}, sinks=4)" for size in windows),
-            "multipole(clusters=16, keys=200, window=0, sinks=4, cap=8, steps=6, tolerance=0.02)",
-            "multipole(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
-            "multipole(clusters=48, keys=600, window=0, sinks=4, cap=8, steps=6, tolerance=0.0008)",
-            *(f"sketch(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
+            "key_clusters(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
+            *(f"multipole(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"lsh(rounds=4, chunk={size})" for size in (32, 64)),
         ]
@@ -24,10 +22,10 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             *(f"window(size={size}, sinks=1)" for size in windows),
             *(f"nystrom(landmarks={count})" for count in (16, 64, 128) if count <= many),
             *(f"lsh(rounds=4, chunk={size})" for size in (16, 32, 64)),
-            f"multipole(clusters={max(length // 16, 1)}, keys={max(length // 16, 1)}, window=16)",
-            f"multipole(clusters={some}, keys={max(length * 3 // 20, 1)}, window=16)",
-            f"multipole(clusters={some}, keys={max(length * 5 // 16, 1)}, window=16)",
-            *(f"sketch(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
+            f"key_clusters(clusters={max(length // 16, 1)}, keys={max(length // 16, 1)}, window=16)",
+            f"key_clusters(clusters={some}, keys={max(length * 3 // 20, 1)}, window=16)",
+            f"key_clusters(clusters={some}, keys={max(length * 5 // 16, 1)}, window=16)",
+            *(f"multipole(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"monte_carlo(alpha={alpha}, estimator=mean)" for alpha in (0.1, 0.2, 0.4)),
         ]

@@ -156,4 +156,18 @@ auto with_type(const char* name, const Tensor& tensor, const Fn& fn) {
   return fn.template operator()<float>();
 }
 
+// Calls fn.template operator()<E>() with the type that the entries of a tensor are stored in.
+template <class Fn>
+auto with_stored_type(const char* name, const Tensor& tensor, const Fn& fn) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return fn.template operator()<double>();
+    case ScalarType::BFloat16: return fn.template operator()<BFloat16>();
+    case ScalarType::Half: return fn.template operator()<Float16>();
+    default:
+      STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, name,
+                      " must be float64, float32, bfloat16 or float16");
+      return fn.template operator()<float>();
+  }
+}
+
 }  // namespace sparing

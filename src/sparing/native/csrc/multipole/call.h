@@ -1,166 +1,39 @@
 #pragma once
 
+#include "common/half.h"
 #include "common/tokens.h"
 
 namespace sparing {
 
-// k-means on rows of integers, small enough that every sum is exact.
-struct KMeans {
-  const float* x;             // [units][rows][depth]
-  const uint8_t* valid;       // [units][rows]
-  const int64_t* start;       // [units][centres] rows that are the first centres
-  const uint8_t* start_used;  // [units][centres]
-  const int64_t* lesson;      // [units][taught] rows that move the centres
-  const uint8_t* lesson_used;
-  int64_t units, rows, depth, centres, taught, steps;
-  int64_t* labels;  // [units][rows], -1 for rows that are not valid
-};
+inline constexpr int64_t kMultipoleGroup = 16;  // keys whose codes lie together
+inline constexpr int64_t kKeyChannels = 8;      // channels of keys whose codes lie together, in 4 bytes
+inline constexpr int64_t kValueChannels = 16;   // channels of values whose codes lie together
 
-struct KMeansKernels {
-  int64_t (*scratch)(const KMeans&);  // entries of float
-  void (*run)(const KMeans&, int64_t begin, int64_t end, float* scratch);
-};
-
-// Keys in the metric of the queries, in integers: each chunk is scaled so that its largest valid entry
-// is `limit`.
-template <class T>
-struct MetricRows {
-  Tokens<const T> k;
-  const double*
-      factor;  // [items][heads][chunks][depth][depth], transposed: row c holds the factors of entry c, from c on
-  const uint8_t* valid;  // [items][chunks][size]; rows of other keys become zeros
-  int64_t items, heads, chunks, size, depth, limit;
-  float* out;  // [items][heads][chunks][size][depth]
-};
-
-template <class T>
-struct MetricKernels {
-  int64_t (*scratch)(const MetricRows<T>&);  // entries of double
-  void (*run)(const MetricRows<T>&, int64_t begin, int64_t end, double* scratch);
-};
-
-// Summaries of clusters.
-template <class T>
-struct Poles {
-  Tokens<const T> k, v;
-  const int64_t* labels;       // [items][heads][keys], -1 for none
-  const T *mean, *covariance;  // mean [items][heads][chunks][depth] and covariance [...][depth][depth] of queries
-  int64_t items, heads, keys, depth, width;
-  int64_t clusters, chunks;         // clusters per chunk, and chunks
-  T scale, faintest, nothing;       // faintest: least log-weight; nothing: smaller spreads are taken to be zero
-  const int32_t *members, *bounds;  // keys sorted by cluster, [items][heads][keys], and where clusters begin
-  T *pole_keys, *pole_values, *offset, *weight, *spread, *scatter;  // as in Multipole
-  T* shares;                                                        // [items][heads][keys]
-};
-
-template <class T>
-struct PoleKernels {
-  int64_t (*scratch)(const Poles<T>&);  // entries of T
-  void (*run)(const Poles<T>&, int64_t begin, int64_t end, T* scratch);
-};
-
-// A division of the keys into chunks, each with its own clusters.
-template <class T>
-struct Level {
-  const int64_t* labels;   // [items][heads][keys] numbered through all chunks, -1 for none
-  const T* shares;         // [items][heads][keys] weight of a key in its cluster
-  int64_t size, clusters;  // keys and clusters of a chunk
-  int64_t base, total;     // first cluster of the level among all, and how many there are
-  const int32_t* members;  // [items][heads][keys] keys sorted by cluster
-};
-
-// Attention to few keys and to summaries of the others. Keys are numbered by rank, valid ones first.
-template <class T>
-struct Multipole {
-  Tokens<const T> q, k, v;
-  int64_t items, heads, queries, keys, depth, width;
-  int64_t clusters;                             // clusters of all levels
-  const int64_t *seen, *own;                    // [items][queries]
-  const T *mean, *variance;                     // [items][heads][chunks of level 0][depth], [...] of the queries
-  int64_t means;                                // chunks of level 0; 0: no summaries
-  const T *pole_keys, *pole_values;             // [items][heads][clusters][depth], [...][width]; values times weight
-  const T *offset, *weight, *spread, *scatter;  // [items][heads][clusters]
-  Level<T> level[3];
-  int64_t levels;
-  const int32_t* bounds;         // [items][heads][clusters + levels] where members begin; each level ends with its end
-  int64_t before, after;         // exact neighbours; -1: none, not even the query's own key
-  int64_t sinks, block, budget;  // block: causal, keys of a query's own block; 0 if not causal
-  bool second, by_mass;
-  T cap, tolerance, scale;
-  T *out, *lse, *error;       // [items][heads][queries][width], [items][heads][queries]
-  int64_t *read, *summaries;  // [items][heads][queries] number of keys and of summaries that were read
-};
-
-template <class T>
-struct MultipoleKernels {
-  int64_t (*scratch)(const Multipole<T>&);  // entries of T
-  int64_t (*tasks)(const Multipole<T>&);
-  void (*forward)(const Multipole<T>&, int64_t begin, int64_t end, T* scratch);
-};
-
-// The keys, clusters and queries of one head's past, in two arrays. Keys are numbered by rank.
-template <class T>
-struct StepPast {
-  const T *keys, *values;                       // [clusters][depth], [clusters][width]; values times weight
-  const T *offset, *weight, *spread, *scatter;  // [clusters]
-  const T* shares;                              // [ranks] weight of a key in its cluster
-  const T *mean, *variance;                     // [depth], [1] of the queries
-  T* queries;                                   // [block][depth] queries of the block that is not complete
-  const int32_t *begin, *size;  // [clusters] position of a cluster's first member in `members`, and number of members
-  const int32_t *labels, *members;  // [ranks] cluster of a key, or -1; ranks sorted by cluster
-  const int32_t* visible;           // [1] number of clusters in use
-
-  // Always inline: a copy compiled for a wide instruction set must not serve the others.
-  __attribute__((always_inline)) static int64_t reals(int64_t clusters, int64_t ranks, int64_t depth, int64_t width,
-                                                      int64_t block) {
-    return clusters * (depth + width + 4) + ranks + depth + 1 + block * depth;
-  }
-  __attribute__((always_inline)) static int64_t ints(int64_t clusters, int64_t ranks) {
-    return 2 * clusters + 2 * ranks + 1;
-  }
-
-  __attribute__((always_inline)) StepPast(T* reals, const int32_t* ints, int64_t clusters, int64_t ranks, int64_t depth,
-                                          int64_t width) {
-    keys = reals, values = keys + clusters * depth;
-    offset = values + clusters * width, weight = offset + clusters;
-    spread = weight + clusters, scatter = spread + clusters;
-    shares = scatter + clusters, mean = shares + ranks, variance = mean + depth;
-    queries = reals + (variance + 1 - reals);
-    begin = ints, size = begin + clusters, labels = size + clusters, members = labels + ranks;
-    visible = members + ranks;
-  }
-};
-
-// Attention of new queries to a past whose keys are in clusters.
-template <class T>
-struct MultipoleStep {
-  Tokens<const T> q, k, v;
+// Attention to keys and values that also have a copy of few bits, in blocks. Keys of a large estimated weight are read;
+// the copies stand for the others. Keys are numbered by rank, valid ones first.
+template <class E>
+struct MultipoleCall {
+  using T = Wide<E>;
+  Tokens<const E> q, k, v;
   int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
-  int64_t clusters, ranks, places;                            // room for so many
   const int64_t* place;                                       // [items][places] position of a rank; null: the same
-  const int64_t* own;                                         // [items][queries] rank of a query's own key
-  T* reals;                                                   // [items][heads][StepPast::reals(...)]
-  const int32_t* ints;                                        // [items][heads][StepPast::ints(...)]
-  int64_t block, before, sinks, budget;
-  bool second, by_mass;
-  T cap, tolerance, scale;
-  T* out;                                // [items][heads][queries][width]
-  T *lse, *error, *touched, *summaries;  // [items][heads][queries]; keys and summaries read, summaries among them
-
-  __attribute__((always_inline)) StepPast<T> past(int64_t unit) const {
-    return {reals + unit * StepPast<T>::reals(clusters, ranks, depth, width, block),
-            ints + unit * StepPast<T>::ints(clusters, ranks),
-            clusters,
-            ranks,
-            depth,
-            width};
-  }
+  int64_t places;
+  const int64_t *seen, *near;       // [items][queries] keys that a query sees; the first key from which on it reads all
+  int64_t block, blocks, bits;      // keys per block, number of blocks that there is room for, bits per value
+  const uint8_t* key_codes;         // [items][key heads][blocks][block / 16][depth / 8, rounded up][16][4]
+  const T *key_low, *key_step;      // [items][key heads][blocks][depth]: a key is about low + step * code
+  const uint8_t* value_codes;       // [items][key heads][blocks][block / 16][lanes of bytes][8][16][2], see values.h
+  const T *value_low, *value_step;  // [items][key heads][blocks][width]
+  int64_t sinks;                    // number of first keys that are always read
+  T tolerance, scale;               // tolerance: a key with at least this share of a query's weight is read
+  E* out;                           // [items][heads][queries][width]
+  T *lse, *error, *read;            // [items][heads][queries]; read: number of keys
 };
 
-template <class T>
-struct StepKernels {
-  int64_t (*scratch)(const MultipoleStep<T>&);  // entries of T
-  void (*forward)(const MultipoleStep<T>&, int64_t begin, int64_t end, T* scratch);
+template <class E>
+struct MultipoleKernels {
+  int64_t (*scratch)(const MultipoleCall<E>&);  // entries of Wide<E>
+  void (*forward)(const MultipoleCall<E>&, int64_t begin, int64_t end, Wide<E>* scratch);
 };
 
 }  // namespace sparing

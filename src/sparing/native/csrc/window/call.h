@@ -1,6 +1,7 @@
 // Softmax over a band of keys around each query, and over shared keys that every query sees. Included by kernels.h.
 #pragma once
 
+#include "common/half.h"
 #include "common/softmax_call.h"
 
 namespace sparing {
@@ -20,6 +21,24 @@ struct WindowKernels {
   int64_t (*tasks)(const Window<T>&, bool backward);
   void (*forward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
   void (*backward)(const Window<T>&, int64_t begin, int64_t end, T* scratch);
+};
+
+// Attention of the last queries of a sequence. A query reads its own key, `left` keys before it and the first ones.
+template <class E>
+struct WindowStep {
+  using T = Wide<E>;
+  Tokens<const E> q, k, v;
+  int64_t items, heads, groups, queries, keys, depth, width;  // groups: query heads per key head
+  int64_t left, first;
+  T scale;
+  E* out;  // [items][heads][queries][width]
+  T* lse;  // [items][heads][queries]
+};
+
+template <class E>
+struct WindowStepKernels {
+  int64_t (*scratch)(const WindowStep<E>&);  // entries of Wide<E>
+  void (*forward)(const WindowStep<E>&, int64_t begin, int64_t end, Wide<E>* scratch);
 };
 
 }  // namespace sparing
