@@ -8,7 +8,15 @@ import torch
 import sparing
 from sparing import native
 from sparing.methods.multipole import past as past_module
-from sparing.methods.multipole.copies import copy_keys, copy_values, estimate, pack_keys, pack_values
+from sparing.methods.multipole.copies import (
+    copy_keys,
+    copy_values,
+    estimate,
+    pack_keys,
+    pack_values,
+    unpack_keys,
+    unpack_values,
+)
 from sparing.methods.multipole.method import Multipole
 from tests.support.growing_sequences import grow, sequence
 from tests.support.inputs import exact_for, peaked, relative
@@ -117,19 +125,27 @@ def test_the_gradient_is_near_that_of_exact_attention():
 
 
 @pytest.mark.parametrize("d", [5, 8, 33])
-def test_packed_codes_hold_every_code_once(d):
-    """Bytes hold two codes of keys, and two or four of values; what is padded is zero."""
-    gen = torch.Generator().manual_seed(d)
-    x = torch.randn(2, 3, 64, d, generator=gen)
+def test_packed_codes_are_unpacked(d):
+    """Bytes hold two codes of keys, and two or four of values."""
+    x = torch.randn(2, 3, 64, d, generator=torch.Generator().manual_seed(d))
     keys = copy_keys(x, 32)
-    packed = pack_keys(keys.codes)
-    assert int((packed & 15).sum() + (packed >> 4).sum()) == int(keys.codes.sum())
+    assert torch.equal(unpack_keys(pack_keys(keys.codes), d), keys.codes)
     for bits in (2, 4):
         values = copy_values(x, 32, bits)
         packed = pack_values(values.codes, bits)
-        parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
-        assert sum(int(part.sum()) for part in parts) == int(values.codes.sum())
-        assert packed.numel() <= 2 * 3 * 64 * (-(-d // (128 // bits)) * 16)
+        assert packed.numel() == 2 * 3 * 64 * (-(-d // (128 // bits)) * 16)
+        assert torch.equal(unpack_values(packed, d, bits), values.codes)
+
+
+def test_a_step_without_kernels_copies_no_block_again(monkeypatch):
+    monkeypatch.setattr(native, "ready", lambda *_, **__: False)
+    x, copied = sequence(n=120), []
+    index = sparing.Index("multipole(tolerance=0.05, block=16)")
+    index.attention(*x.part(0, 70))
+    plain = past_module.copy_keys
+    monkeypatch.setattr(past_module, "copy_keys", lambda k, *rest: copied.append(k.shape[2]) or plain(k, *rest))
+    grow(index, x, 71, 1, first=70)
+    assert copied == [16, 16, 16], "each block once, when it is complete"
 
 
 @needs_kernels

@@ -138,3 +138,16 @@ def pack_values(codes: Tensor, bits: int) -> Tensor:
     for part in range(1, parts):
         joined = joined | x[..., part, :] << bits * part
     return joined.permute(0, 1, 2, 3, 6, 4, 7, 5).flatten(-3).contiguous()
+
+
+def unpack_keys(packed: Tensor, d: int) -> Tensor:
+    """Return the codes (B, H, T, block, d) that `pack_keys` laid out."""
+    x = packed.unflatten(-1, (GROUP, 4)).transpose(4, 5)  # (B, H, T, G, 16, C, 4)
+    return torch.stack([x & 15, x >> 4], dim=-2).flatten(-3)[..., :d].flatten(3, 4)
+
+
+def unpack_values(packed: Tensor, e: int, bits: int) -> Tensor:
+    """Return the codes (B, H, T, block, e) that `pack_values` laid out."""
+    x = packed.unflatten(-1, (8, 16, 2)).permute(0, 1, 2, 3, 5, 7, 4, 6)  # (B, H, T, G, 8, 2, L, 16)
+    parts = [x >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-2).flatten(-3)[..., :e].flatten(3, 5)

@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparing import native
-from sparing.methods.multipole.copies import Copy, copy_keys, copy_values, pack_keys, pack_values
+from sparing.methods.multipole.copies import (
+    KEY_BITS,
+    Copy,
+    copy_keys,
+    copy_values,
+    pack_keys,
+    pack_values,
+    unpack_keys,
+    unpack_values,
+)
 from sparing.methods.multipole.native import Packed, multipole
 from sparing.native.tensors import WritableState, writable
 from sparing.quarantine import are_moderate
@@ -70,14 +79,24 @@ class MultipolePast(WritableState):
             order = pad(self.place, (0, k.shape[2]))[:, None, : k.shape[2], None]
             k, v = k.take_along_dim(order, dim=2), v.take_along_dim(order, dim=2)
         k, v = (x.to(self.wide).repeat_interleave(groups, 1) for x in (k, v))
-        held = self.copies[0].shape[2] * m.block
-        copies = self._unpacked(k[:, :, :held], v[:, :, :held])
-        out, lse, error, read = m.rows(q.to(self.wide), k, v, copies, seen, near, self.scale)
+        keys, values = (
+            Copy(x.codes.repeat_interleave(groups, 1), x.scales.repeat_interleave(groups, 2), x.bits)
+            for x in self._unpacked(k.shape[2] // m.block)
+        )
+        out, lse, error, read = m.rows(q.to(self.wide), k, v, (keys, values), seen, near, self.scale)
         return out, {"lse": lse, "error": error, "touched": read}
 
-    def _unpacked(self, k: Tensor, v: Tensor) -> tuple[Copy, Copy]:
-        """Return the copies of these keys and values, which cover at least the complete blocks."""
-        return copy_keys(k, self.method.block, self.method.sinks), copy_values(v, self.method.block, self.bits)
+    def _unpacked(self, blocks: int) -> tuple[Copy, Copy]:
+        """Return the copies of at most so many blocks; those of blocks that are not complete mean nothing."""
+        key_codes, key_scales, value_codes, value_scales = self.copies
+        return (
+            Copy(unpack_keys(key_codes[:, :, :blocks], key_scales.shape[-1]), key_scales[:, :, :, :blocks], KEY_BITS),
+            Copy(
+                unpack_values(value_codes[:, :, :blocks], value_scales.shape[-1], self.bits),
+                value_scales[:, :, :, :blocks],
+                self.bits,
+            ),
+        )
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
         """Take in new positions, and copy the blocks that are complete now."""
