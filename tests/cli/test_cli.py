@@ -23,7 +23,14 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     text = capsys.readouterr().out
     assert text.startswith("On 3 documents of up to 64 tokens keep exact attention")
     assert max(map(len, text.splitlines())) <= 100
-    for word in ("minilm (encoder) on Python help topics", "window(size=8)", "change", "at most", "not safe", "oracle"):
+    for word in (
+        "minilm (encoder, float32) on Python help topics",
+        "window(size=8)",
+        "change",
+        "at most",
+        "not safe",
+        "oracle",
+    ):
         assert word in text, f"{word!r} is missing in\n{text}"
     by_layer = text.partition("by layer")[2].splitlines()
     head, ours, bar = (

@@ -7,6 +7,7 @@ import pytest
 from sparing.report.page import page
 from tests.support.browser import launched, visit
 from tests.support.comparisons import BAD, FAST, REASON, SLOW, example
+from tests.support.generations import row_of
 
 HOSTILE = "<script>window.stolen=1</script><img src=x onerror=window.stolen=2>a_long_name_without_a_space.jsonl"
 
@@ -152,6 +153,20 @@ def test_names_with_markup_stay_text_also_on_a_phone(browser, tmp_path):
         seen.page.locator("#trade .hoverlayer .hovertext", has_text="onerror").wait_for()
         assert seen.page.locator("#maps figcaption code").first.inner_text() == HOSTILE
         assert seen.page.locator("img").count() == 0
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 360, "it scrolls in one direction only"
+        assert seen.problems() == []
+
+
+def test_generation_fits_a_phone_and_shows_facts_by_length_and_depth(browser, tmp_path):
+    kept = [row_of("safe and faster", context, 1.9) for context in (2000, 8000)]
+    found = example(
+        kind="language model", rows=(), maps=(), generation=(*kept, row_of("not safe", 4000, 2.0, reason="lost"))
+    )
+    with visit(browser, tmp_path, page(found), width=360, is_mobile=True, has_touch=True) as seen:
+        assert seen.page.locator(".depth tbody tr").count() == 3
+        assert seen.page.locator(".depth td").first.inner_text() == "20/20"
+        assert seen.page.locator(".generation").first.locator(".verdict").all_inner_texts()[-1].endswith("not safe")
+        assert 'when="decode"' in seen.page.locator("#code").inner_text()
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= 360, "it scrolls in one direction only"
         assert seen.problems() == []
 

@@ -4,6 +4,12 @@ import pytest
 import torch
 
 import sparing
+from sparing.models import Subject
+from sparing.store import Store
+from sparing.workbench.comparison import facts
+from sparing.workbench.comparison.facts import FactRuns, contexts_of
+from sparing.workbench.comparison.judgement import keeps
+from sparing.workbench.machine import machine
 from sparing.workbench.retrieval.measure import answer_questions, survival
 from sparing.workbench.retrieval.tasks import make_context
 
@@ -49,6 +55,23 @@ def test_a_context_beyond_the_positions_of_a_model_is_refused(smollm2, monkeypat
     monkeypatch.setattr(model.config, "max_position_embeddings", 100)
     with pytest.raises(ValueError, match=r"context: \d+ tokens and questions of up to \d+ exceed the 100 positions"):
         answer_questions(model, tokenizer, context)
+
+
+def test_facts_are_counted_from_one_cache_and_kept(smollm2, tmp_path, monkeypatch):
+    """One context of 300 tokens: too few facts to call a window that covers it safe, enough to refuse a narrow one."""
+    one, store = Subject("smollm2", smollm2.model, smollm2.tokenizer), Store(tmp_path)
+    contexts = contexts_of(one, 300, 1)
+    narrow, runs = "window(size=64, sinks=4)", FactRuns(one, store, machine(), lambda text: None)
+    found = runs.count(contexts, [("window(size=400)", "decode"), (narrow, "decode"), (narrow, "prefill")])
+    whole, lost, unread = found.values()
+    assert whole.kept.solved == whole.kept.kept >= 4
+    assert keeps(whole, 0.9)[0] is None
+    assert lost.kept.share <= 0.5, "the control"
+    assert keeps(lost, 0.9)[0] is False
+    assert unread.kept.solved == lost.kept.solved
+    assert sum(each.solved for each in lost.depths) == lost.kept.solved
+    monkeypatch.setattr(facts, "answer_questions", None)
+    assert runs.count(contexts, list(found)) == found, "answers are kept"
 
 
 def test_multipole_keeps_the_facts_that_a_window_loses(smollm2):

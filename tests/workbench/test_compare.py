@@ -23,7 +23,7 @@ from sparing.workbench.comparison.verdict import FASTER, ORACLE, SLOWER, UNSAFE,
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 from tests.support.model_zoo import SMALL, TOKENS, build
-from tests.support.small_models import TEXTS, Bytes, classifier, subject
+from tests.support.small_models import TEXTS, Bytes, classifier, saved, subject
 
 
 @pytest.mark.parametrize(
@@ -271,18 +271,41 @@ def test_a_model_that_is_approximated_already_is_refused():
         assert run(one, methods=["window(size=4)"]).rows[0].refused is None
 
 
+def test_a_model_runs_in_the_type_of_its_checkpoint_unless_another_is_named(tmp_path, capsys):
+    folder = saved(tmp_path / "half", "llama")
+    load(str(folder)).model.to(torch.bfloat16).save_pretrained(folder)
+    options = {
+        "methods": ["window(size=4)", "multipole(block=16)"],
+        "length": 60,
+        "rounds": 1,
+        "jobs": 1,
+        "lengths": False,
+    }
+    for asked, dtype in (("auto", "bfloat16"), ("float32", "float32"), ("float16", "float16")):
+        found = compare(str(folder), TEXTS, dtype=asked, metric="perplexity", contexts=[40], documents=2, **options)
+        assert found.dtype == dtype
+        assert found.rows[0].change.mean != 0
+        assert all(row.refused is None for row in found.generation)
+    show(found, console=Terminal())
+    assert "(language model, float16)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"dtype='float8' is not one of auto, float32, bfloat16, float16"):
+        load(str(folder), "float8")
+    with pytest.raises(ValueError, match=r"dtype='float16' is for models that are loaded by name; convert this one"):
+        compare(subject(), TEXTS, dtype="float16")
+
+
 def test_a_process_that_is_used_again_loads_what_has_changed(monkeypatch):
     first, second = subject(), subject()
     with torch.no_grad():
         next(second.model.parameters()).mul_(2)
     files = [first, second, first]
-    monkeypatch.setattr(module, "load", lambda name: files.pop(0))
+    monkeypatch.setattr(module, "load", lambda name, dtype: files.pop(0))
     module._loaded.cache_clear()
-    assert module.fetched(("x", None, first.fingerprint)) is first
-    assert module.fetched(("x", None, first.fingerprint)) is first
-    assert module.fetched(("x", None, second.fingerprint)) is second
+    assert module.fetched(("x", "auto", None, first.fingerprint)) is first
+    assert module.fetched(("x", "auto", None, first.fingerprint)) is first
+    assert module.fetched(("x", "auto", None, second.fingerprint)) is second
     with pytest.raises(ValueError, match="x has changed while it was measured"):
-        module.fetched(("x", None, "another"))
+        module.fetched(("x", "auto", None, "another"))
     module._loaded.cache_clear()
 
 

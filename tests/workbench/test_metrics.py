@@ -179,7 +179,9 @@ def test_the_agreement_of_a_language_model():
 
 
 def test_metrics_that_a_model_or_its_documents_do_not_have():
-    with pytest.raises(ValueError, match=r"metric='accuracy' is not one of perplexity, agreement, which a model"):
+    with pytest.raises(
+        ValueError, match=r"metric='accuracy' is not one of perplexity, agreement, needle, which a model"
+    ):
         compare(subject("llama"), TEXTS, metric="accuracy", **QUICK)
     for one, name, message in (
         (classifier(3), "accuracy", "labels: name their column with --label"),

@@ -40,13 +40,14 @@ def add(commands: Any) -> None:
         "--seeds", type=int, default=2, metavar="N", help="number of random seeds for stochastic methods (default: 2)"
     )
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, metavar="X",
-        help="largest change at the end of the model that counts as safe (default: 0.01)",
+        "--tolerance", type=float, metavar="X",
+        help="largest change at the end of the model that counts as safe (default: 0.01; needle: 0.1)",
     )  # fmt: skip
     parser.add_argument(
         "--metric", metavar="NAME",
         help="how the change is measured. Encoders: cosine, neighbours, accuracy. Language models: perplexity, "
-        "agreement. Classifiers: probability, agreement, accuracy, f1, matthews, pearson, spearman. Default: the first",
+        "agreement, needle. Classifiers: probability, agreement, accuracy, f1, matthews, pearson, spearman. Default: "
+        "the first; for language models together with needle",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="number of timed rounds (default: 5)")
     parser.add_argument(
@@ -59,8 +60,18 @@ def add(commands: Any) -> None:
         help="time attention calls at growing lengths, for the length from which a method is faster (default: yes)",
     )  # fmt: skip
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=(), metavar="N",
-        help="language models: also measure generation after N tokens, on --documents passages (default: 1)",
+        "--when", nargs="+", choices=("prefill", "decode", "always"),
+        help="language models: approximate prompts (prefill), tokens that continue them (decode), or both (always) "
+        "(default: prefill decode)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", metavar="N",
+        help="language models: measure generation after N tokens, on --documents passages (default: 2000 8000, as far "
+        "as model and documents allow, on 3 passages; without a number: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--facts", type=int, metavar="N",
+        help="language models: number of contexts with facts to be found, at each length (default: 12)",
     )  # fmt: skip
     parser.add_argument(
         "--head", metavar="LAYER.HEAD", help="also draw this head on the page, beside the most fragile ones"
@@ -100,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
             seeds=options.seeds, tolerance=options.tolerance, metric=options.metric, rounds=options.rounds,
-            batch_size=options.batch_size, lengths=options.lengths, contexts=options.contexts, head=head,
+            batch_size=options.batch_size, lengths=options.lengths, when=options.when,
+            contexts=options.contexts, facts=options.facts, dtype=options.dtype, head=head,
             extend_positions=options.extend_positions, jobs=options.jobs, backend=backend, cache=cache_of(options),
             progress=progress,
         )  # fmt: skip

@@ -42,6 +42,10 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "--length", type=int, metavar="N", help="cut documents to N tokens (default: 512; language models: 1024)"
     )
     parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="type of the model's weights (default: auto, that of its checkpoint)",
+    )  # fmt: skip
+    parser.add_argument(
         "--extend-positions", action="store_true",
         help="repeat learned position embeddings if the model has fewer than --length",
     )  # fmt: skip

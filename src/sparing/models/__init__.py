@@ -16,6 +16,7 @@ from sparing.models import minilm, smollm2
 from sparing.store import readable
 
 PRESETS: dict[str, Callable[[], tuple[Any, Any]]] = {"minilm": minilm.load, "smollm2": smollm2.load}
+DTYPES = ("auto", "float32", "bfloat16", "float16")  #: of a model that is loaded
 #: Kinds of models by their output: an embedding, the next token, or classes.
 KINDS = ("encoder", "language model", "classifier")
 
@@ -35,6 +36,12 @@ class Subject:
         if name.endswith(("ForCausalLM", "LMHeadModel")):
             return "language model"
         return "classifier" if name.endswith("ForSequenceClassification") else "encoder"
+
+    @property
+    def dtype(self) -> str:
+        """The type of the model's weights."""
+        found: torch.dtype = self.model.dtype
+        return str(found).removeprefix("torch.")
 
     @property
     def positions(self) -> int | None:
@@ -124,11 +131,16 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def load(name: str) -> Subject:
-    """Load a preset (`minilm`, `smollm2`), a local folder or a name on the hub, in float32 and evaluation mode."""
+def load(name: str, dtype: str = "auto") -> Subject:
+    """Load a preset (`minilm`, `smollm2`), a local folder or a name on the hub, in evaluation mode.
+
+    dtype: one of `DTYPES`; "auto" is the type that the checkpoint has, float32 for presets.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     if name in PRESETS:
         model, tokenizer = PRESETS[name]()
-        return Subject(name, model, tokenizer)
+        return Subject(name, model if dtype == "auto" else model.to(getattr(torch, dtype)), tokenizer)
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -146,7 +158,12 @@ def load(name: str) -> Subject:
             auto = transformers.AutoModelForSequenceClassification
         else:
             auto = transformers.AutoModel
-        model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False)
+        model, info = auto.from_pretrained(
+            name,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # files can be wrong in any way
         raise ValueError(f"model: {name} cannot be loaded: {first_line(error)}") from None

@@ -63,6 +63,24 @@ def megabytes(value: int) -> str:
     return f"{value / 1e6:,.1f} MB"
 
 
+def milliseconds(value: float) -> str:
+    """Format seconds as milliseconds.
+
+    >>> milliseconds(0.1594), milliseconds(0.00123)
+    ('159 ms', '1.2 ms')
+    """
+    return f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"
+
+
+def seconds(value: float) -> str:
+    """Format seconds.
+
+    >>> seconds(12.345), seconds(0.0123)
+    ('12.3 s', '0.01 s')
+    """
+    return f"{value:.1f} s" if value >= 1 else f"{value:.2f} s"
+
+
 def short_names(specs: Sequence[str]) -> dict[str, str]:
     """Shorten specs by the settings that all specs of a method share.
 

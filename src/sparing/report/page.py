@@ -9,16 +9,11 @@ from typing import Any
 
 from sparing.report.numbers import finite
 from sparing.report.page_charts import charts, left_out
-from sparing.report.page_table import (
-    GENERATION,
-    exact_memory,
-    exact_scores,
-    full_table,
-    generation_cells,
-    heat_map,
-)
+from sparing.report.page_table import depth_map, exact_memory, exact_scores, full_table, generation_tables, heat_map
 from sparing.report.printable import printable
-from sparing.workbench.comparison.verdict import FASTER, SLOWER, Comparison, Row
+from sparing.workbench.comparison.generation import GenerationRow
+from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER
+from sparing.workbench.comparison.verdict import Comparison, Row
 
 #: In this order: the table must work even if a chart does not.
 _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "crossover", "heads")
@@ -53,8 +48,8 @@ def page(found: Comparison) -> str:
     )
     return environment.get_template("page.html").render(
         found=found, charts=drawn, left_out=left_out(found), titles=titles, rows=rows, layers=layers, heat=heat,
-        generation=[generation_cells(row) for row in found.generation if row.costs is not None],
-        generation_titles=GENERATION, winner=winner, chosen=chosen,
+        generation=generation_tables(found), depths=depth_map(found), kept=KEPT, reasons=_reasons(found),
+        winner=winner, chosen=chosen,
         code=None if chosen is None else code(chosen, found.kind),
         exact_memory=exact_memory(found), exact_scores=exact_scores(found),
         style=Markup(_static("page.css")), plotly=Markup(_inside_script(library)),
@@ -71,15 +66,27 @@ def _shown(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else finite(value) if isinstance(value, float) else value
 
 
-def best(found: Comparison, verdict: str) -> Row | None:
-    """Return the row of this verdict that makes the model fastest, exact attention apart."""
+def best(found: Comparison, verdict: str) -> Row | GenerationRow | None:
+    """Return the row of this verdict that makes the model fastest, exact attention apart.
+
+    Generation comes first, at the longest context that has such a row.
+    """
+    generated = [row for row in found.generation if row.verdict == verdict]
     rows = [row for row in found.rows if row.verdict == verdict and row.method.partition("(")[0] != "exact"]
-    return max(rows, key=_speed, default=None)
+    return max(generated, key=lambda row: (row.context, _token_speed(row)), default=max(rows, key=_speed, default=None))
 
 
-def code(row: Row, kind: str) -> str:
-    """Return code that turns a method on, as it was measured (on prompts), and off again."""
-    when = ', when="prefill"' if kind == "language model" else ""
+def _reasons(found: Comparison) -> list[str]:
+    """Return what the verdicts of generation follow from, where a method is not safe, refused, or one cannot tell."""
+    said = [f"{row.method}, {row.when} at {row.context}: {row.reason}" for row in found.generation if row.reason]
+    refused = {row.method: row.refused for row in found.generation if row.refused is not None}
+    return said + [f"{method}: {why}" for method, why in refused.items()]
+
+
+def code(row: Row | GenerationRow, kind: str) -> str:
+    """Return code that turns a method on, as it was measured, and off again."""
+    mode = row.when if isinstance(row, GenerationRow) else "prefill"
+    when = f', when="{mode}"' if kind == "language model" else ""
     return (
         "import sparing\n\n"
         f"handle = sparing.approximate(model, {json.dumps(row.method)}{when})\n"
@@ -90,6 +97,10 @@ def code(row: Row, kind: str) -> str:
 
 def _speed(row: Row) -> float:
     return 0.0 if row.time is None or row.time.model is None else row.time.model.median
+
+
+def _token_speed(row: GenerationRow) -> float:
+    return 0.0 if row.times is None else row.times.token_speed.median
 
 
 def _static(name: str) -> str:

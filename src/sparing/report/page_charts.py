@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparing.report.numbers import finite, short_names
-from sparing.workbench.comparison.verdict import ORACLE, Comparison, Row, rounded
+from sparing.workbench.comparison.judgement import ORACLE
+from sparing.workbench.comparison.verdict import Comparison, Row, rounded
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 

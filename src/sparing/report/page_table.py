@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from sparing.report.numbers import error, finite, megabytes, percent, ratio
+from sparing.report.numbers import error, finite, megabytes, milliseconds, percent, ratio, seconds
+from sparing.workbench.comparison.facts import DepthCount, FactCount
 from sparing.workbench.comparison.generation import GenerationRow
-from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row, rounded
+from sparing.workbench.comparison.judgement import ORACLE, VERDICTS
+from sparing.workbench.comparison.verdict import Comparison, Row, rounded
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 
@@ -47,28 +49,121 @@ def heat_map(found: Comparison) -> tuple[list[str], list[tuple[Row, list[Heat]]]
     return names, [(row, [_heat(row, name, i) for i, name in enumerate(names)]) for row in rows]
 
 
-GENERATION = (
-    "method", "context", "passage", "seed", "attention speed", "token speed", "perplexity", "exact", "change",
-    "keys read",
-)  # fmt: skip
+def generation_tables(found: Comparison) -> list[tuple[str, list[str], list[list[Cell]]]]:
+    """Return the tables of generation: a name, titles and rows of each. Refused methods are left out."""
+    rows = [row for row in found.generation if row.times is not None]
+    if not rows:
+        return []
+    effects = [[cell(row) for cell in EFFECTS.values()] for row in rows]
+    costs = []
+    for context in dict.fromkeys(row.context for row in rows):
+        there = [row for row in rows if row.context == context]
+        costs += [exact_costs(there), *([cell(row) for cell in COSTS.values()] for row in there)]
+    return [("What it does", list(EFFECTS), effects), ("What it costs", list(COSTS), costs)]
 
 
-def generation_cells(row: GenerationRow) -> list[Cell]:
-    """Return the cells of a row of generation, in the order of `GENERATION`."""
-    first = [Cell(row.method, row.method), *(Cell(str(x), x) for x in (row.context, row.passage, row.seed))]
-    costs = row.costs
-    if costs is None:
-        return [*first, *[Cell()] * (len(GENERATION) - len(first))]
-    read = None if costs.keys_read is None else costs.keys_read * row.context
+class DepthPicture(NamedTuple):
+    """Facts kept by one method: a line for each context, a cell for each part of it."""
+
+    method: str
+    when: str
+    lines: list[tuple[int, list[Heat]]]
+
+
+def depth_map(found: Comparison) -> list[DepthPicture]:
+    """Return which facts are kept, by method, length of the context, and depth."""
+    rows = [row for row in found.generation if row.facts is not None]
+    pictures = []
+    for method, when in dict.fromkeys((row.method, row.when) for row in rows):
+        lines = [
+            (row.context, [_depth(each, number, row.facts) for number, each in enumerate(row.facts.depths)])
+            for row in rows
+            if (row.method, row.when) == (method, when) and row.facts is not None
+        ]
+        pictures.append(DepthPicture(method, when, lines))
+    return pictures
+
+
+def _depth(count: DepthCount, number: int, facts: FactCount) -> Heat:
+    parts = len(facts.depths)
+    where = f"from {number / parts:.0%} to {(number + 1) / parts:.0%} of the context"
+    if not count.solved:
+        return Heat("-", None, f"{where}: exact attention finds no fact")
+    lost = 1 - count.kept / count.solved
+    return Heat(f"{count.kept}/{count.solved}", lost**0.5, f"{where}: {count.kept} of {count.solved} facts kept")
+
+
+def exact_costs(rows: Sequence[GenerationRow]) -> list[Cell]:
+    """Return the cells of exact attention, in the order of `COSTS`: medians over what was timed beside each method."""
+    times = [row.times for row in rows if row.times is not None]
+
+    def middle(name: str) -> float:
+        return statistics.median(getattr(each, name) for each in times)
+
+    cache = statistics.mode(each.exact_cache for each in times)
     return [
-        *first, _number(costs.attention_speed, ratio), _number(costs.token_speed, ratio),
-        *(_number(_exp(loss), lambda value: f"{value:.3f}") for loss in (costs.loss, costs.exact_loss)),
-        _number(costs.change, percent), _number(read, "{:.0f}".format),
+        Cell(f"exact, {cache} cache"), Cell(), Cell(str(rows[0].context), rows[0].context),
+        _number(middle("exact_token"), milliseconds), Cell("1x", 1.0), _number(middle("exact_attention"), milliseconds),
+        Cell("1x", 1.0), _number(middle("exact_prompt"), seconds), _number(middle("exact_prompt_attention"), seconds),
+        _number(middle("cache_bytes"), lambda value: megabytes(round(value))), Cell(),
+        _number(rows[0].context, "{:.0f}".format), Cell(),
     ]  # fmt: skip
 
 
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+def _kept(facts: FactCount) -> Cell:
+    """Return how many of the facts that exact attention finds are kept."""
+    kept = facts.kept
+    if not kept.solved:
+        return Cell("none found", None, f"exact attention finds none of {facts.asked} facts")
+    more = f"{kept.low:.0%} to {kept.high:.0%}; exact attention finds {kept.solved} of {facts.asked} facts"
+    return Cell(f"{kept.kept} of {kept.solved}", kept.share, f"{more} in {facts.contexts} contexts")
+
+
+def _at_least(facts: FactCount) -> Cell:
+    return Cell(f"{facts.kept.low:.0%}", facts.kept.low) if facts.kept.solved else Cell()
+
+
+def _timed(name: str, text: Callable[[float], str]) -> Callable[[GenerationRow], Cell]:
+    return lambda row: Cell() if row.times is None else _number(getattr(row.times, name), text)
+
+
+def _token_speed(row: GenerationRow) -> Cell:
+    if row.times is None:
+        return Cell()
+    speed = row.times.token_speed
+    return Cell(ratio(speed.median), finite(speed.median), f"quartiles: {ratio(speed.low)} and {ratio(speed.high)}")
+
+
+#: Columns of generation: what happens to the text and to facts of the context.
+EFFECTS: dict[str, Callable[[GenerationRow], Cell]] = {
+    "method": lambda row: Cell(row.method, row.method),
+    "when": lambda row: Cell(row.when, row.when),
+    "context": lambda row: Cell(str(row.context), row.context),
+    "perplexity": lambda row: _number(row.perplexity, "{:.3f}".format),
+    "exact": lambda row: _number(row.exact_perplexity, "{:.3f}".format),
+    "change": lambda row: _mean(row.change),
+    "at most": lambda row: _at_most(row.change),
+    "same token": lambda row: Cell() if row.differing is None else _number(1 - row.differing.mean, percent),
+    "facts kept": lambda row: Cell() if row.facts is None else _kept(row.facts),
+    "at least": lambda row: Cell() if row.facts is None else _at_least(row.facts),
+    "verdict": lambda row: Cell(row.verdict, VERDICTS.index(row.verdict), row.reason),
+}
+#: Columns of generation: time and memory.
+COSTS: dict[str, Callable[[GenerationRow], Cell]] = {
+    "method": EFFECTS["method"],
+    "when": EFFECTS["when"],
+    "context": EFFECTS["context"],
+    "token": _timed("token", milliseconds),
+    "speed": _token_speed,
+    "attention": _timed("attention", milliseconds),
+    "its speed": _timed("attention_speed", ratio),
+    "prompt": _timed("prompt", seconds),
+    "attention of it": _timed("prompt_attention", seconds),
+    "cache": _timed("cache_bytes", lambda value: megabytes(round(value))),
+    "index": _timed("index_bytes", lambda value: megabytes(round(value))),
+    "keys read": lambda row: _number(row.keys_read, "{:.0f}".format),
+    "faster from": lambda row: _crossover(row),
+}
 
 
 def exact_scores(found: Comparison) -> list[str]:
@@ -128,7 +223,7 @@ def _memory(row: Row) -> Cell:
     return Cell() if row.time is None or row.time.bytes is None else Cell(megabytes(row.time.bytes), row.time.bytes)
 
 
-def _crossover(row: Row) -> Cell:
+def _crossover(row: Row | GenerationRow) -> Cell:
     if not row.points:
         return Cell()
     shortest, longest = row.points[0].length, row.points[-1].length
@@ -145,13 +240,13 @@ def _score(row: Row, name: str) -> Cell:
     return Cell() if value is None or exact is None else Cell(f"{value:.4f}", value, f"exact: {exact:.4f}")
 
 
-_VERDICTS = (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED)  # in the order of use
 _COLUMNS: dict[str, Callable[[Row], Cell]] = {
     "method": lambda row: Cell(row.method, row.method),
-    "verdict": lambda row: Cell(row.verdict, _VERDICTS.index(row.verdict)),
+    "verdict": lambda row: Cell(row.verdict, VERDICTS.index(row.verdict), row.reason),
     "change": lambda row: _mean(row.change),
     "at most": lambda row: _at_most(row.change),
     **{name: partial(_score, name=name) for name in SCORES},
+    "facts kept": lambda row: Cell() if row.facts is None else _kept(row.facts),
     "error": lambda row: Cell() if row.error is None else _number(row.error.mean, error),
     "substitution": lambda row: _number(row.substitution, error),
     "keys read": lambda row: _number(row.keys_read, "{:.0f}".format),

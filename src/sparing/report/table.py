@@ -8,25 +8,16 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from sparing.report.page_table import SCORES, generation_cells
+from sparing.report.page_table import SCORES, generation_tables
 from sparing.report.terminal import Terminal
-from sparing.workbench.comparison.verdict import (
-    FASTER,
-    ORACLE,
-    REFUSED,
-    SLOWER,
-    UNSAFE,
-    Comparison,
-    Row,
-    percentage,
-    rounded,
-)
+from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE
+from sparing.workbench.comparison.verdict import Comparison, Row, percentage, rounded
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 
 _WORDS = {
     FASTER: Text("safe, faster", "bold green"), SLOWER: Text("safe, slower", "green"), UNSAFE: Text("not safe", "red"),
-    ORACLE: Text("oracle", "dim"), REFUSED: Text("refused", "dim"),
+    UNKNOWN: Text("cannot tell", "yellow"), ORACLE: Text("oracle", "dim"), REFUSED: Text("refused", "dim"),
 }  # fmt: skip
 _SHOWN = 8  # layers that have columns of their own
 
@@ -36,20 +27,26 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
     console.print(found.summary, style="bold")
     cut = f", {found.truncated} of them cut" if found.truncated else ""
     cut += f", {found.skipped} more left out for having no text or one token" if found.skipped else ""
+    count = f"{found.documents} document{'s' * (found.documents != 1)}"
     console.print(
-        f"{found.model} ({found.kind}) on {found.data}: {found.documents} documents of up to {found.tokens} "
-        f"tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads"
+        f"{found.model} ({found.kind}, {found.dtype}) on {found.data}: {count} of up to "
+        f"{found.tokens} tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads"
     )
     if scores := _against_labels(found):
         console.print(f"against the labels, the exact model: {scores}")
-    console.print(comparison_table(found))
-    for row in found.rows:
-        if row.refused is not None:
-            console.print(f"{row.method}: {row.refused}")
     if found.generation:
-        console.print(generation_table(found))
-        for method, refused in {row.method: row.refused for row in found.generation if row.refused}.items():
+        for table in generation_tables_of(found):
+            console.print(table)
+        for each in found.generation:
+            if each.reason:
+                console.print(f"{each.verdict}: {each.method}, {each.when} at {each.context}: {each.reason}")
+        for method, refused in {each.method: each.refused for each in found.generation if each.refused}.items():
             console.print(f"{method}: {refused}")
+    if found.rows:
+        console.print(comparison_table(found))
+    for row in found.rows:
+        if row.refused is not None or row.reason:
+            console.print(f"{row.method}: {row.refused or row.reason}")
     if layers and any(row.layers for row in found.rows):
         console.print(layer_table(found))
 
@@ -73,24 +70,45 @@ def comparison_table(found: Comparison) -> Table:
     return table
 
 
-def generation_table(found: Comparison) -> Table:
-    """Return the table of generation: a row for each method, context, passage and seed."""
-    table = _table(
-        title="Generation",
-        caption="A passage is read exactly; its last tokens are then generated one by one, by the exact model and with "
-        "the method. Attention, token: time of the exact model / time with the method, above 1 is faster. Perplexity, "
-        "exact, change: of the true continuation. Keys: what a token reads.",
-    )
-    table.add_column("method", overflow="fold", max_width=38)
-    for name in ("context", "passage", "seed", "attention", "token", "perplexity", "exact", "change", "keys"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found.generation:
-        if row.costs is not None:
-            table.add_row(
-                row.method,
-                *(cell.text for cell in generation_cells(row)[1:]),
-            )
-    return table
+_GENERATION = (
+    "After so many tokens of a passage, read exactly (decode) or by the method (always), the true next ones run one by "
+    "one. Change: of their perplexity; at most: how far its 95 % interval reaches. Same: share of places where the "
+    "most likely token is that of exact attention. Facts: kept of those in made-up texts that exact attention finds; "
+    "at least: lower end of the 95 % interval. Safe: {rule}.",
+    "Token, attention: time of one token, and of its attention in all layers; speed: time of exact attention, with the "
+    "faster of transformers' caches, / time of the method. Prompt: with the index. Cache, index: "
+    "memory of keys and values, and of what the method keeps beside them. Keys: what a token reads. From: tokens of "
+    "context from which on a token is faster.",
+)
+_PAGE_ONLY = ("perplexity", "exact", "attention of it")  # columns for which 100 characters are too few
+_SHORT = {
+    "context": "after", "same token": "same", "facts kept": "facts", "its speed": "speed", "attention": "attn.",
+    "keys read": "keys", "faster from": "from",
+}  # fmt: skip
+
+
+def generation_tables_of(found: Comparison) -> list[Table]:
+    """Return the tables of generation: what it does, and what it costs."""
+    made = []
+    for (name, titles, rows), caption in zip(generation_tables(found), _GENERATION, strict=False):
+        shown = [title for title in titles if title not in _PAGE_ONLY]
+        table = _table(title=f"Generation: {name[0].lower()}{name[1:]}", caption=caption.format(rule=_rule(found)))
+        table.add_column("method", overflow="fold", max_width=30)
+        for title in shown[1:]:
+            table.add_column(_SHORT.get(title, title), justify="left" if title == "verdict" else "right", no_wrap=True)
+        for cells in rows:
+            held = dict(zip(titles, cells, strict=True))
+            words = [_WORDS[held[title].text] if title == "verdict" else held[title].text for title in shown]
+            table.add_row(*words)
+        made.append(table)
+    return made
+
+
+def _rule(found: Comparison) -> str:
+    kept = f"at least {KEPT:.0%} of the facts"
+    return {
+        "change of the perplexity": f"the perplexity within {percentage(found.tolerance)}, and {kept}",
+    }.get(found.metric, f"{found.metric} within {percentage(found.tolerance)}")
 
 
 def layer_table(found: Comparison) -> Table:

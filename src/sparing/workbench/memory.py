@@ -1,4 +1,4 @@
-"""Peak memory of a call, as the operating system counts it.
+"""Peak memory of a call, as the operating system counts it, and the size of what an object holds.
 
 torch counts its own allocations only, and a kernel's scratch is not among them. Linux keeps the largest resident size
 of a process (`VmHWM`) and resets it when a 5 is written to `/proc/self/clear_refs`, so that everything counts:
@@ -14,6 +14,8 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from torch import Tensor
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -62,3 +64,24 @@ def _entry(path: Path, name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"{path} has no entry {name}")
+
+
+def tensor_bytes(held: object) -> int:
+    """Return the bytes of all tensors that an object of sparing's holds in its attributes, each storage once."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    left = [held]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
+        elif type(each).__module__.partition(".")[0] == "sparing":
+            left += getattr(each, "__dict__", {}).values()
+    return sum(storages.values())

@@ -25,7 +25,7 @@ class Metric:
     name: str
     kinds: tuple[str, ...]  #: kinds of models that have the metric
     words: str
-    each: Callable[[End], float] | None = None  #: the change of one document
+    each: Callable[[End], float] | None = None  #: the change of one document; neither: contexts are made for it
     score: Callable[[Sequence[End], str], float] | None = (
         None  #: or a score of all; takes the prefix of names: "exact_" or ""
     )
@@ -137,6 +137,7 @@ _ALL = (
         "agreement", ("language model",), "share of next tokens that differ",
         each=lambda end: 1 - end["agreement"], needs=("agreement",),
     ),
+    Metric("needle", ("language model",), "share of facts of the context that are lost", needs=("facts",)),
     Metric(
         "agreement", ("classifier",), "share of documents with another class",
         each=lambda end: 1 - end["agreement"], needs=("agreement",), counts=True,

@@ -20,7 +20,8 @@ from sparing.models import Subject, load
 from sparing.transformers.positions import extend_positions
 from sparing.transformers.watch import is_approximated
 
-ModelSource = tuple[str, int | None, str] | Subject  #: a model, or its name, its extended positions and its fingerprint
+#: A model, or its name, its dtype, its extended positions and its fingerprint.
+ModelSource = tuple[str, str, int | None, str] | Subject
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ def prepare(
     length: int | None = None,
     documents: int,
     extend: bool = False,
+    dtype: str = "auto",
 ) -> Prepared:
     """Load the model, and encode at most `documents` of the first texts, truncated, without empty ones."""
     if isinstance(texts, str):
@@ -71,7 +73,7 @@ def prepare(
         raise ValueError(f"documents={documents} must be at least 1")
     if length is not None and length < 2:
         raise ValueError(f"length={length} must be at least 2")
-    subject = _subject(model, tokenizer)
+    subject = _subject(model, tokenizer, dtype)
     if is_approximated(subject.model):
         raise ValueError("model: it is approximated already and would be compared with itself; restore it first")
     limit, new = subject.positions, None
@@ -99,7 +101,7 @@ def prepare(
     kept = [number for number, ids in enumerate(rows) if len(ids) > 1 and (pairs is None or len(pairs[number]) > 1)]
     if not kept:
         raise ValueError("texts: none has two tokens")
-    source = (str(model), new, subject.fingerprint) if isinstance(model, str | Path) else subject
+    source = (str(model), dtype, new, subject.fingerprint) if isinstance(model, str | Path) else subject
     labels = None
     if given.labels is not None:
         labels = tuple(_label(given.labels[number], subject, pairs is not None) for number in kept)
@@ -127,9 +129,9 @@ def fetched(source: ModelSource) -> Subject:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(name: str, length: int | None, fingerprint: str) -> Subject:
+def _loaded(name: str, dtype: str, length: int | None, fingerprint: str) -> Subject:
     """Load a model once per process, and refuse one whose files have changed since."""
-    found = load(name) if length is None else extended(load(name), length)
+    found = load(name, dtype) if length is None else extended(load(name, dtype), length)
     if found.fingerprint != fingerprint:
         raise ValueError(f"model: {name} has changed while it was measured")
     return found
@@ -152,11 +154,13 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def _subject(model: Any, tokenizer: Any) -> Subject:
+def _subject(model: Any, tokenizer: Any, dtype: str) -> Subject:
+    if isinstance(model, str | Path):
+        return load(str(model), dtype)
+    if dtype != "auto":
+        raise ValueError(f"dtype={dtype!r} is for models that are loaded by name; convert this one: model.to(...)")
     if isinstance(model, Subject):
         return model
-    if isinstance(model, str | Path):
-        return load(str(model))
     if tokenizer is None:
         raise ValueError(f"tokenizer: {type(model).__name__} came without one; pass tokenizer=")
     found = Subject(type(model).__name__, model, tokenizer)

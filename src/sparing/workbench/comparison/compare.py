@@ -12,10 +12,22 @@ from sparing.documents import Documents
 from sparing.models import Subject
 from sparing.store import Store
 from sparing.transformers.find import find
-from sparing.workbench.comparison.generation import generations, refuse_contexts
-from sparing.workbench.comparison.ladder import ladder
+from sparing.transformers.recipe import WHEN
+from sparing.workbench.comparison.facts import FactCount, FactRuns, contexts_of
+from sparing.workbench.comparison.generation import (
+    FACTS,
+    MODES,
+    PASSAGES,
+    GenerationRow,
+    Generations,
+    contexts_for,
+    generation_summary,
+)
+from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNSAFE
+from sparing.workbench.comparison.ladder import generation_ladder, ladder
+from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.sweep import Sweep
-from sparing.workbench.comparison.verdict import Comparison, row_of, summary
+from sparing.workbench.comparison.verdict import Comparison, Row, row_of, summary, with_facts
 from sparing.workbench.machine import machine
 from sparing.workbench.metrics import metric_of, refuse_metric
 from sparing.workbench.prepare import documents_of, evaluating, prepare
@@ -30,12 +42,15 @@ def compare(
     length: int | None = None,
     documents: int | None = None,
     seeds: int = 2,
-    tolerance: float = 0.01,
+    tolerance: float | None = None,
     metric: str | None = None,
     rounds: int = 5,
     batch_size: int | None = None,
     lengths: bool = True,
-    contexts: Sequence[int] = (),
+    when: Sequence[str] | None = None,
+    contexts: Sequence[int] | None = None,
+    facts: int | None = None,
+    dtype: str = "auto",
     head: tuple[int, int] | None = None,
     extend_positions: bool = False,
     cache: str | Path | Store | None = None,
@@ -52,13 +67,21 @@ def compare(
     documents: number of documents to use, the first ones; None: 8.
     methods: specs; None: every training-free method that fits, with a few budgets, and the oracles.
     tolerance: largest change at the end of the model that is safe; the upper end of its 95 % interval must be below.
-    metric: how the change is measured: "cosine", "neighbours" or, with labels, "accuracy" for an encoder; "perplexity"
-        or "agreement" for a language model; "probability", "agreement", "accuracy", "f1", "matthews",
-        "pearson" or "spearman" for a classifier. None: the first.
+        None: 0.01, or 0.1 for the metric "needle".
+    metric: how the change is measured: "cosine", "neighbours" or, with labels, "accuracy" for an encoder; "perplexity",
+        "agreement" or "needle" for a language model; "probability", "agreement", "accuracy", "f1", "matthews",
+        "pearson" or "spearman" for a classifier. None: the first. For a language model that is safe only if it also
+        keeps 90 % of the facts of its context that exact attention finds ("needle"); a metric that is named decides
+        alone.
     rounds: number of timed rounds. seeds: number of random seeds for stochastic methods.
     batch_size: documents in a padded batch that is timed, too; None: 4, or 1 (no batch) for a language model.
     lengths: time attention calls at growing lengths, for the length from which a method is faster on this machine.
-    contexts: numbers of tokens at which generation of a language model is measured, on `documents` passages (None: 1).
+    when: what a language model approximates: "prefill" (prompts; a row per method, as for an encoder), "decode" (tokens
+        that continue a prompt) or "always" (both; at `contexts`, as "decode"). None: "prefill" and "decode".
+    contexts: numbers of tokens after which generation is measured, on `documents` passages (None: 3). None: 2000 and
+        8000, if the model has as many positions and the documents are as long; () none.
+    facts: contexts with facts that are made for each length; None: 12.
+    dtype: of the model: "auto" (that of its checkpoint), "float32", "bfloat16" or "float16".
     head: a layer and a head to draw beside the most fragile ones.
     extend_positions: repeat learned positions of a copy of the model if it has fewer than `length`.
     cache: a folder (or a `Store`) that keeps each measurement, so that a stopped run resumes; None keeps nothing.
@@ -69,10 +92,15 @@ def compare(
     >>> found.rows[0].verdict
     'not safe'
     """
+    if tolerance is None:
+        tolerance = 1 - KEPT if metric == "needle" else 0.01
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance={tolerance} must be above 0 and below 1: a share, such as 0.01")
     workers = jobs if jobs is not None else os.cpu_count() or 1
-    positive = {"seeds": seeds, "rounds": rounds, "jobs": workers, "batch_size": batch_size, "threads": threads}
+    cases = FACTS if facts is None else facts
+    positive = {
+        "seeds": seeds, "rounds": rounds, "jobs": workers, "batch_size": batch_size, "threads": threads, "facts": cases,
+    }  # fmt: skip
     for name, number in positive.items():
         if number is not None and number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
@@ -80,9 +108,10 @@ def compare(
         raise ValueError(f"methods={methods[:40]!r} must be a list, not one string")
     given = prepare(
         model, texts, tokenizer=tokenizer, length=length, documents=8 if documents is None else documents,
-        extend=extend_positions,
+        extend=extend_positions, dtype=dtype,
     )  # fmt: skip
     subject, causal = given.subject, given.subject.kind == "language model"
+    modes = _modes(subject, when)
     chosen = metric_of(subject.kind, metric)
     asked = methods if methods is not None else ladder(given.tokens, causal=causal)
     specs = list(dict.fromkeys(str(_method(spec)) for spec in asked))
@@ -91,31 +120,85 @@ def compare(
     refuse_metric(chosen, given)
     if head is not None:
         _refuse_head(head, subject)
-    refuse_contexts(subject, contexts)
+    all_texts = documents_of(texts).texts
+    generating = [mode for mode in modes if mode in MODES]
+    lengths_of = contexts_for(subject, all_texts, contexts) if generating or contexts else []
     together = min((1 if causal else 4) if batch_size is None else batch_size, len(given.rows))
     if subject.kind == "classifier" and subject.model.config.pad_token_id is None:
         together = 1  # it could not tell padding from text
     store, here = Store.of(cache), {**machine(), **({} if threads is None else {"threads": threads})}
     store.prepare()
-    sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=progress)
+    table: tuple[Row, ...] = ()
+    drawn: tuple[HeadMap, ...] = ()
+    generated: tuple[GenerationRow, ...] = ()
+    padding, words = 0.0, []
     with evaluating(subject.model):
-        found = sweep.qualities(workers, backend)
-        times = sweep.seconds()
-        points = sweep.points() if lengths else {}
-        drawn = sweep.maps(found, head)
-        generated = generations(
-            subject, documents_of(texts).texts if contexts else (), specs, store, here, contexts=contexts,
-            count=documents or 1, seeds=seeds, progress=progress,
-        )  # fmt: skip
-    table = tuple(
-        row_of(spec, found[spec], times[spec], subject.kind, tolerance, chosen, given.labels, points.get(spec, ()))
-        for spec in specs
-    )
+        if lengths_of and generating:
+            named = specs if methods is not None else generation_ladder(max(lengths_of))
+            generated = Generations(
+                subject, store, here, when=generating, metric=metric, tolerance=tolerance, seeds=seeds,
+                progress=progress,
+            ).rows(all_texts, named, lengths_of, documents or PASSAGES, cases)  # fmt: skip
+            words.append(generation_summary(generated))
+        if "prefill" in modes:
+            sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=progress)
+            found = sweep.qualities(workers, backend)
+            times = sweep.seconds()
+            points = sweep.points() if lengths else {}
+            drawn = sweep.maps(found, head)
+            padding = sweep.padding
+            table = tuple(
+                row_of(
+                    spec, found[spec], times[spec], subject.kind, tolerance, chosen, given.labels, points.get(spec, ())
+                )
+                for spec in specs
+            )
+            if causal and metric in (None, "needle"):
+                runs = FactRuns(subject, store, here, lambda text: progress(text, sweep.steps, sweep.steps))
+                table = _with_facts(table, runs, given.tokens, cases, tolerance if metric == "needle" else None)
+            words.append(summary(table, len(given.rows), given.tokens, tolerance, chosen.words))
     return Comparison(
         subject.name, subject.kind, given.data, len(given.rows), given.tokens, given.longer, given.skipped,
-        chosen.words, tolerance, seeds, here, together, sweep.padding, table,
-        summary(table, len(given.rows), given.tokens, tolerance, chosen.words), drawn, generated,
+        chosen.words, tolerance, seeds, here, together, padding, table, " ".join(words), drawn, generated,
+        subject.dtype,
     )  # fmt: skip
+
+
+def _modes(subject: Subject, when: Sequence[str] | None) -> list[str]:
+    """Return what is approximated: "prefill", "decode", "always", as far as the model has it."""
+    if isinstance(when, str):
+        raise ValueError(f"when={when!r} must be a list, not one string")
+    if subject.kind != "language model":
+        if when is not None:
+            raise ValueError(f"when: only language models generate, and {subject.name} is not one ({subject.kind})")
+        return ["prefill"]
+    modes = list(dict.fromkeys(("prefill", "decode") if when is None else when))
+    if not modes:
+        raise ValueError("when is empty; name at least one of prefill, decode, always")
+    for mode in modes:
+        if mode not in WHEN:
+            raise ValueError(f"when={mode!r} is not one of prefill, decode, always")
+    return modes
+
+
+def _with_facts(
+    table: Sequence[Row], runs: FactRuns, length: int, count: int, tolerance: float | None
+) -> tuple[Row, ...]:
+    """Return the rows with the facts that prompts keep, for methods whose verdict needs them.
+
+    tolerance: of the facts lost, if they alone decide.
+    """
+    contexts = contexts_of(runs.subject, length, count)
+    if tolerance is not None and not contexts:
+        raise ValueError(f"metric='needle': no task fits into {length} tokens; use longer documents, or metric=None")
+    able = (FASTER, SLOWER) if tolerance is None else (FASTER, SLOWER, UNSAFE)
+    asked = [
+        row.method for row in table
+        if row.verdict in able and (tolerance is not None or _method(row.method).name != "exact")
+    ]  # fmt: skip
+    found = runs.count(contexts, [(spec, "prefill") for spec in asked]) if contexts else {}
+    kept = {spec: each if isinstance(each := found.get((spec, "prefill")), FactCount) else None for spec in asked}
+    return tuple(with_facts(row, kept[row.method], tolerance) if row.method in kept else row for row in table)
 
 
 def _refuse_head(head: tuple[int, int], subject: Subject) -> None:

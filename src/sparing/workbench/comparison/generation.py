@@ -1,182 +1,84 @@
-"""Measure generation with a method: the time of a token, and the loss on a true continuation.
-
-Each passage is read once as an exact prompt. Its continuation, the true next tokens one by one, then runs twice in
-turn: by the stock model with its own cache, and by the method. Times are medians over the tokens that both ran.
-"""
+"""Measure and judge generation with methods: what it does to text and to facts of the context, and what it costs."""
 
 from __future__ import annotations
 
 import functools
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparing.contract import Method, Unsupported
+from sparing.contract import Unsupported
 from sparing.contract import method as _method
 from sparing.from_json import build
 from sparing.models import Subject
 from sparing.store import Cell, Store
-from sparing.transformers import approximate
-from sparing.transformers.cache import indexed_layer
-from sparing.transformers.runtime.prefill import index_prompt
-from sparing.transformers.state import state_of
 from sparing.workbench.cells import is_refusal, measured
+from sparing.workbench.comparison.facts import FactCount, FactRuns, contexts_of
+from sparing.workbench.comparison.judgement import FASTER, KEPT, REFUSED, SLOWER, UNKNOWN, UNSAFE, keeps, within
+from sparing.workbench.comparison.races import RacePoint
+from sparing.workbench.comparison.tokens import PassageCosts, Prompt, continue_prompt, read_prompt, token_speed
+from sparing.workbench.crossover import crossover
+from sparing.workbench.estimate import Estimate, estimate
 from sparing.workbench.prepare import fingerprint
-from sparing.workbench.timing import threads
+from sparing.workbench.timing import MARGIN, Interval, threads
 
-TOKENS = 128  #: of a continuation, or half of the context if that is less
+CONTEXTS = (2000, 8000)  #: tokens, by default
+PASSAGES, FACTS = 3, 12  #: passages, and contexts with facts, at each number of tokens, by default
+TOKENS = 64  #: of a continuation, or half of the context if that is less
+BLOCK = 16  #: tokens of a continuation that count as one measurement of the loss
+MODES = ("decode", "always")  #: of `sparing.approximate`, for generation
 _SHORTEST = 8  # context
-_STOCK = "sdpa"
-_TIMED = 16  # tokens that the stock model runs again, for the time, where its losses are known
+_RACES = (256, 512, 1024, 2048, 4096)  # contexts of the crossover, below those that were asked for
 
 
 @dataclass(frozen=True)
-class TokenCosts:
-    """Medians of seconds per token, and mean negative log-likelihoods of the continuation."""
+class GenerationTimes:
+    """Medians over passages of seconds and bytes."""
 
-    exact_attention: float  #: seconds in attention, all layers, of the stock model
-    attention: float
-    exact_token: float  #: seconds of everything
+    exact_cache: str  #: "dynamic" or "static": the cache of transformers with which exact attention is faster
+    exact_token: float
     token: float
-    exact_loss: float
-    loss: float
-    keys_read: float | None  #: share of the keys
+    token_speed: Interval  #: time of a token with exact attention / with the method
+    exact_attention: float  #: part of a token's time, all layers
+    attention: float
+    exact_prompt: float
+    prompt: float  #: with the index that the method builds
+    exact_prompt_attention: float
+    prompt_attention: float
+    cache_bytes: int
+    index_bytes: int
 
     @property
     def attention_speed(self) -> float:
-        """Time of the stock model's attention / time with the method."""
+        """Time of a token's attention, exact / with the method."""
         return self.exact_attention / self.attention if self.attention else math.nan
-
-    @property
-    def token_speed(self) -> float:
-        """Time of a token of the stock model / time with the method."""
-        return self.exact_token / self.token if self.token else math.nan
-
-    @property
-    def change(self) -> float:
-        """Perplexity / exact perplexity - 1."""
-        difference = self.loss - self.exact_loss
-        return math.expm1(difference) if difference < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class GenerationRow:
-    """One method with one seed on one passage."""
+    """One method at one length of the context."""
 
     method: str
+    when: str  #: "decode": the prompt is read exactly; "always": the method reads it, too
     context: int  #: tokens of the prompt and the continuation
-    passage: int  #: its number, from 0
-    seed: int
-    costs: TokenCosts | None = None
-    refused: str | None = None  #: why it cannot generate; there are no costs then
-
-
-class _Clock:
-    """An attention function that sums the time of its calls, and keeps their queries if asked to."""
-
-    def __init__(self, function: Callable[..., Any], keep: bool) -> None:
-        self.function, self.seconds = function, 0.0
-        self.queries: list[Tensor] | None = [] if keep else None
-
-    def __call__(self, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.queries is not None:
-            self.queries.append(query)
-        start = time.perf_counter()
-        found = self.function(module, query, *args, **kwargs)
-        self.seconds += time.perf_counter() - start
-        return found
-
-
-@contextmanager
-def _clocked(model: Any, name: str, *, keep: bool = False) -> Iterator[_Clock]:
-    """Run the model with the attention of this name in transformers' registry, with a clock around it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before, function = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS[name]
-    clock = _Clock(function, keep)
-    ALL_ATTENTION_FUNCTIONS[name] = clock
-    model.config._attn_implementation_internal = name
-    try:
-        yield clock
-    finally:
-        ALL_ATTENTION_FUNCTIONS[name] = function
-        model.config._attn_implementation_internal = before
-
-
-class Prompt(NamedTuple):
-    """A prompt that the stock model has read."""
-
-    cache: Any
-    queries: list[Tensor]  #: of each layer
-    following: Tensor  #: the tokens of the continuation, after the last of the prompt
-    losses: list[float]  #: of the stock model on the continuation; empty until it ran
-
-
-@torch.no_grad()
-def read_prompt(model: Any, ids: Tensor, tokens: int) -> Prompt:
-    """Read a passage [n] but for its last `tokens` + 1 tokens."""
-    ids = ids.to(model.device)
-    with _clocked(model, _STOCK, keep=True) as clock:
-        cache = model(input_ids=ids[None, : -tokens - 1], use_cache=True, logits_to_keep=1).past_key_values
-    assert clock.queries is not None
-    return Prompt(cache, clock.queries, ids[-tokens - 1 :], [])
-
-
-class _Run:
-    """One continuation: its cache, and the seconds and losses of its tokens."""
-
-    def __init__(self, model: Any, cache: Any, implementation: str) -> None:
-        self.model, self.cache, self.implementation = model, cache, implementation
-        self.attention: list[float] = []
-        self.whole: list[float] = []
-        self.loss: list[float] = []
-
-    def step(self, token: Tensor, following: Tensor) -> None:
-        with _clocked(self.model, self.implementation) as clock:
-            start = time.perf_counter()
-            logits = self.model(input_ids=token.view(1, 1), past_key_values=self.cache, use_cache=True).logits[0, -1]
-            self.whole.append(time.perf_counter() - start)
-        self.attention.append(clock.seconds)
-        self.loss.append(float(torch.nn.functional.cross_entropy(logits.double(), following)))
-
-
-@torch.no_grad()
-def continue_prompt(model: Any, prompt: Prompt, what: str | Method, *, seed: int = 0) -> TokenCosts:
-    """Run the continuation of a prompt token by token, with the method and with the stock model."""
-    from transformers import DynamicCache
-
-    caches = [DynamicCache(), DynamicCache()]
-    for cache in caches:
-        for number, held in enumerate(prompt.cache.layers):
-            cache.update(held.keys, held.values, number)
-    with approximate(model, what, seed=seed, when="decode") as handle:
-        for module in model.modules():
-            state = state_of(module)
-            if state is not None and state.settings is not None:
-                attention: Any = module
-                layer: Any = indexed_layer(caches[0], attention.layer_idx)
-                index_prompt(state.settings, layer, prompt.queries[attention.layer_idx], attention.scaling)
-        fast, slow = _Run(model, caches[0], model.config._attn_implementation), _Run(model, caches[1], _STOCK)
-        for number, (token, following) in enumerate(pairwise(prompt.following)):
-            fast.step(token, following)
-            if not prompt.losses or number < _TIMED:
-                slow.step(token, following)
-        share = handle.statistics().total.share_read
-    if not prompt.losses:
-        prompt.losses.extend(slow.loss)
-    both = len(slow.loss)
-    return TokenCosts(
-        statistics.median(slow.attention), statistics.median(fast.attention[:both]), statistics.median(slow.whole),
-        statistics.median(fast.whole[:both]), statistics.fmean(prompt.losses), statistics.fmean(fast.loss), share,
-    )  # fmt: skip
+    verdict: str
+    reason: str = ""  #: what fails, or what cannot be told
+    refused: str | None = None  #: why it cannot generate; nothing else is known then
+    passages: int = 0
+    tokens: int = 0  #: of all continuations
+    exact_perplexity: float | None = None  #: of the continuations
+    perplexity: float | None = None
+    change: Estimate | None = None  #: of the perplexity (relative), over blocks of tokens
+    differing: Estimate | None = None  #: share of tokens where another one is most likely, over blocks
+    keys_read: float | None = None  #: by a token, on average
+    facts: FactCount | None = None  #: None: the context is too short for any
+    times: GenerationTimes | None = None
+    points: tuple[RacePoint, ...] = ()  #: speed of a token over the context
+    crossover: int | None = None  #: context from which on a token is faster; None: at none of `points`
 
 
 def passages(subject: Subject, texts: Sequence[str], context: int, count: int) -> list[Tensor]:
@@ -197,68 +99,303 @@ def passages(subject: Subject, texts: Sequence[str], context: int, count: int) -
     return found
 
 
-def refuse_contexts(subject: Subject, contexts: Sequence[int]) -> None:
-    """Raise where generation cannot be measured."""
-    if contexts and subject.kind != "language model":
+def contexts_for(subject: Subject, texts: Sequence[str], asked: Sequence[int] | None) -> list[int]:
+    """Return the contexts to measure; None: those of `CONTEXTS` that the model and the documents allow.
+
+    Raise where generation cannot be measured at a context that was asked for.
+    """
+    if asked is None:
+        if subject.kind != "language model":
+            return []
+        most = subject.positions or max(CONTEXTS)
+        return [context for context in CONTEXTS if context <= most and _fills(subject, texts, context)]
+    if asked and subject.kind != "language model":
         raise ValueError(f"contexts: only language models generate, and {subject.name} is not one ({subject.kind})")
-    for context in contexts:
+    for context in asked:
         if context < _SHORTEST:
             raise ValueError(f"contexts={context} must be at least {_SHORTEST} tokens")
         if subject.positions is not None and context > subject.positions:
             raise ValueError(f"contexts={context} is more than the {subject.positions} positions of the model")
+    return sorted(set(asked))
 
 
-def generations(
-    subject: Subject,
-    texts: Sequence[str],
-    specs: Sequence[str],
-    store: Store,
-    here: dict[str, Any],
-    *,
-    contexts: Sequence[int],
-    count: int,
-    seeds: int,
-    progress: Callable[[str, int, int], None],
-) -> tuple[GenerationRow, ...]:
-    """Measure every method at every context on `count` passages. Oracles and exact attention are left out."""
-    methods = [method for spec in specs if not (method := _method(spec)).oracle and method.name != "exact"]
-    runs = [(str(each), seed) for each in methods for seed in range(seeds if each.supports.stochastic else 1)]
-    taken = {context: passages(subject, texts, context, count) for context in dict.fromkeys(contexts)}
-    steps, done = len(runs) * sum(map(len, taken.values())), 0
-
-    def tell(cell: Cell, again: bool) -> None:
-        nonlocal done
-        done += 1
-        progress(f"{cell['method']}: generation at {cell['context']}", done, steps)
-
-    rows: list[GenerationRow] = []
-    for context, found in taken.items():
-        for number, ids in enumerate(found):
-            tokens = min(TOKENS, context // 2)
-            of = {
-                "what": "generation", "model": subject.fingerprint, "passage": fingerprint([ids]), "context": context,
-                "tokens": tokens, "machine": here,
-            }  # fmt: skip
-            cells: list[Cell] = [{**of, "method": spec, "seed": seed} for spec, seed in runs]
-            prompt: list[Prompt] = []  # read when it is first needed
-            work = functools.partial(_measure, subject, ids, prompt, here["threads"])
-            for cell, part in zip(cells, measured(cells, work, store, check=_check, done=tell), strict=True):
-                refused = part["refused"] if is_refusal(part) else None
-                costs = None if refused is not None else build(TokenCosts, part)
-                rows.append(GenerationRow(cell["method"], context, number, cell["seed"], costs, refused))
-    return tuple(rows)
+def _fills(subject: Subject, texts: Sequence[str], context: int) -> bool:
+    try:
+        return bool(passages(subject, texts, context, 1))
+    except ValueError:
+        return False
 
 
-def _measure(subject: Subject, ids: Tensor, prompt: list[Prompt], count: int, cell: Cell) -> dict[str, Any]:
-    with threads(count):
+class Generations:
+    """The measurements of generation of `compare()`."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        store: Store,
+        here: dict[str, Any],
+        *,
+        when: Sequence[str],
+        metric: str | None,
+        tolerance: float,
+        seeds: int,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.subject, self.store, self.here = subject, store, here
+        self.when, self.metric, self.tolerance, self.seeds, self.progress = when, metric, tolerance, seeds, progress
+        self.facts = FactRuns(subject, store, here, self._tell)
+        self.done, self.steps = 0, 0
+        self.points: dict[str, list[RacePoint]] = {}
+
+    def rows(
+        self, texts: Sequence[str], specs: Sequence[str], contexts: Sequence[int], count: int, facts: int
+    ) -> tuple[GenerationRow, ...]:
+        """Measure every method at every context, on `count` passages and `facts` contexts with facts.
+
+        Oracles and exact attention are left out.
+        """
+        methods = [method for spec in specs if not (method := _method(spec)).oracle and method.name != "exact"]
+        runs = [(str(method), when) for method in methods for when in self.when]
+        taken = {context: passages(self.subject, texts, context, count) for context in contexts}
+        cells = sum(self.seeds if method.supports.stochastic else 1 for method in methods) * len(self.when)
+        self.steps = cells * sum(map(len, taken.values())) + len(runs) * (facts * len(contexts) + 1)
+        parts: dict[tuple[int, str, str], list[PassageCosts] | str] = {}
+        for context, found in taken.items():
+            last = context == max(contexts)
+            for number, ids in enumerate(found):
+                self._passage(context, ids, runs, parts, race=last and number == 0)
+        rows = []
+        for context in contexts:
+            able = [(spec, when) for spec, when in runs if not isinstance(parts[context, spec, when], str)]
+            made = contexts_of(self.subject, context, facts)
+            kept = self.facts.count(made, able) if made else {}
+            for spec, when in runs:
+                held = parts[context, spec, when]
+                counted = kept.get((spec, when))
+                if isinstance(held, str):
+                    rows.append(GenerationRow(spec, when, context, REFUSED, refused=held))
+                else:
+                    rows.append(
+                        self._row(spec, when, context, held, counted if isinstance(counted, FactCount) else None)
+                    )
+        return tuple(self._crossed(row, rows) for row in rows)
+
+    def _passage(
+        self, context: int, ids: Tensor, runs: Sequence[tuple[str, str]],
+        parts: dict[tuple[int, str, str], list[PassageCosts] | str], *, race: bool,
+    ) -> None:  # fmt: skip
+        of = {
+            "what": "generation", "model": self.subject.fingerprint, "passage": fingerprint([ids]), "context": context,
+            "tokens": min(TOKENS, context // 2), "machine": self.here,
+        }  # fmt: skip
+        cells: list[Cell] = [
+            {**of, "method": spec, "when": when, "seed": seed}
+            for spec, when in runs
+            for seed in range(self.seeds if _method(spec).supports.stochastic else 1)
+        ]
+        prompt: list[Prompt] = []  # read when it is first needed
+        work = functools.partial(self._costs, ids, prompt)
+        for cell, part in zip(cells, measured(cells, work, self.store, check=_check, done=self._done), strict=True):
+            key = (context, cell["method"], cell["when"])
+            if is_refusal(part):
+                parts[key] = part["refused"]
+            else:
+                held = parts.setdefault(key, [])
+                assert isinstance(held, list)
+                held.append(build(PassageCosts, part))
+        for spec in dict.fromkeys(spec for spec, when in runs if not isinstance(parts[context, spec, when], str)):
+            if not race:
+                continue
+            lengths = [length for length in _RACES if length <= context // 2]
+            cell = {**of, "what": "token race", "method": spec, "lengths": lengths}
+            race_work = functools.partial(self._race, ids, prompt)
+            (part,) = measured([cell], race_work, self.store, check=_check_race, done=self._done)
+            self.points[spec] = [RacePoint(n, Interval(*each)) for n, each in zip(lengths, part, strict=True)]
+
+    def _read(self, ids: Tensor, prompt: list[Prompt], cell: Cell) -> Prompt:
         if not prompt:
-            prompt.append(read_prompt(subject.model, ids, cell["tokens"]))
-        try:
-            return asdict(continue_prompt(subject.model, prompt[0], cell["method"], seed=cell["seed"]))
-        except Unsupported as error:
-            return {"refused": str(error)}
+            prompt.append(read_prompt(self.subject.model, ids, cell["tokens"]))
+        return prompt[0]
+
+    def _costs(self, ids: Tensor, prompt: list[Prompt], cell: Cell) -> dict[str, Any]:
+        with threads(self.here["threads"]):
+            read = self._read(ids, prompt, cell)
+            try:
+                return asdict(
+                    continue_prompt(self.subject.model, read, cell["method"], when=cell["when"], seed=cell["seed"])
+                )
+            except Unsupported as error:
+                return {"refused": str(error)}
+
+    def _race(self, ids: Tensor, prompt: list[Prompt], cell: Cell) -> list[Interval]:
+        with threads(self.here["threads"]):
+            read = self._read(ids, prompt, cell)
+            return [token_speed(self.subject.model, read, cell["method"], length) for length in cell["lengths"]]
+
+    def _row(
+        self, spec: str, when: str, context: int, costs: Sequence[PassageCosts], facts: FactCount | None
+    ) -> GenerationRow:
+        losses = [loss for each in costs for loss in each.losses]
+        exact = [loss for each in costs for loss in each.exact_losses]
+        change, differing = _change(costs), estimate(_blocks(costs, lambda each: [not same for same in each.same]))
+        times = _times(costs)
+        read = [each.keys_read for each in costs if each.keys_read is not None]
+        verdict, reason = judge(change, differing, facts, times, metric=self.metric, tolerance=self.tolerance)
+        return GenerationRow(
+            spec, when, context, verdict, reason, passages=len(costs), tokens=len(losses),
+            exact_perplexity=_perplexity(exact), perplexity=_perplexity(losses), change=change, differing=differing,
+            keys_read=statistics.fmean(read) * context if read else None, facts=facts, times=times,
+        )  # fmt: skip
+
+    def _crossed(self, row: GenerationRow, rows: Sequence[GenerationRow]) -> GenerationRow:
+        """Return the row with the speeds of a token at all contexts."""
+        if row.times is None:
+            return row
+        own = [
+            RacePoint(each.context, each.times.token_speed)
+            for each in rows
+            if (each.method, each.when) == (row.method, row.when) and each.times is not None
+        ]
+        shorter = [each for each in self.points.get(row.method, ()) if each.length not in {one.length for one in own}]
+        points = tuple(sorted([*shorter, *own], key=lambda each: each.length))
+        found = crossover([(each.length, each.ratio.median) for each in points], margin=MARGIN).tokens
+        return GenerationRow(**{**vars(row), "points": points, "crossover": found})
+
+    def _done(self, cell: Cell, again: bool) -> None:
+        self._tell(f"{cell['method']}: {cell['what']} at {cell['context']}")
+
+    def _tell(self, text: str) -> None:
+        self.done += 1
+        self.progress(text, self.done, max(self.steps, self.done))
+
+
+def _blocks(costs: Sequence[PassageCosts], values: Callable[[PassageCosts], Sequence[float]]) -> list[float]:
+    """Return means over blocks of neighbouring tokens, which are likelier to be alike than others."""
+    return [
+        statistics.fmean(found[start : start + BLOCK])
+        for each in costs
+        for found in [values(each)]
+        for start in range(0, len(found), BLOCK)
+    ]
+
+
+def _change(costs: Sequence[PassageCosts]) -> Estimate:
+    """Return perplexity / exact perplexity - 1, with the interval of the mean difference of the losses."""
+    found = estimate(_blocks(costs, lambda each: [b - a for a, b in zip(each.exact_losses, each.losses, strict=True)]))
+    low, high = (None if end is None else _expm1(end) for end in (found.low, found.high))
+    return Estimate(_expm1(found.mean), low, high, found.count)
+
+
+def _expm1(x: float) -> float:
+    return math.expm1(x) if x < 700 else math.inf
+
+
+def _perplexity(losses: Sequence[float]) -> float:
+    return 1 + _expm1(statistics.fmean(losses))
+
+
+def _times(costs: Sequence[PassageCosts]) -> GenerationTimes:
+    def middle(name: str) -> float:
+        return statistics.median(getattr(each, name) for each in costs)
+
+    speed = Interval(*(statistics.median(each.token_speed[i] for each in costs) for i in range(3)))
+    names = (
+        "exact_token", "token", "exact_attention", "attention", "exact_prompt", "prompt", "exact_prompt_attention",
+        "prompt_attention",
+    )  # fmt: skip
+    return GenerationTimes(
+        exact_cache=statistics.mode(each.exact_cache for each in costs), token_speed=speed,
+        cache_bytes=round(middle("cache_bytes")), index_bytes=round(middle("index_bytes")),
+        **{name: middle(name) for name in names},
+    )  # fmt: skip
+
+
+def judge(
+    change: Estimate,
+    differing: Estimate,
+    facts: FactCount | None,
+    times: GenerationTimes | None,
+    *,
+    metric: str | None,
+    tolerance: float,
+) -> tuple[str, str]:
+    """Return the verdict of a row, and what fails or cannot be told.
+
+    metric: what decides, or None for both the perplexity and the facts.
+    """
+    text = {"agreement": within(differing, tolerance, "differing tokens")}
+    text["perplexity"] = within(change, tolerance, "perplexity")
+    text["needle"] = keeps(facts, 1 - tolerance if metric == "needle" else KEPT)
+    found = [text[metric]] if metric is not None else [text["perplexity"], text["needle"]]
+    for wanted, verdict in ((False, UNSAFE), (None, UNKNOWN)):
+        if reasons := [why for holds, why in found if holds is wanted]:
+            return verdict, "; ".join(reasons)
+    faster = times is not None and times.token_speed.low > MARGIN
+    return (FASTER if faster else SLOWER), ""
+
+
+def generation_summary(rows: Sequence[GenerationRow]) -> str:
+    """Return what to do when the model generates, in one or two sentences."""
+    known = [row for row in rows if row.times is not None]
+    if not known:
+        return "Generation: keep exact attention, no method can continue a cache." if rows else ""
+    longest = max(row.context for row in known)
+    good = [row for row in known if row.verdict == FASTER]
+    if good:
+        best = max(good, key=lambda row: (row.context, row.times.token_speed.median))  # type: ignore[union-attr]
+        return f"Generation after {best.context:,} tokens: turn on {best.method}. {_gain(best)}{_later(best)}"
+    there = [row for row in known if row.context == longest]
+    safe = [row for row in there if row.verdict == SLOWER]
+    if safe:
+        return (
+            f"Generation after {longest:,} tokens: keep exact attention, nothing that is safe is faster here."
+            f"{_later(safe[0])}"
+        )
+    open_ = [row for row in there if row.verdict == UNKNOWN]
+    if open_:
+        best = max(open_, key=lambda row: row.times.token_speed.median)  # type: ignore[union-attr]
+        return (
+            f"Generation after {longest:,} tokens: these cases cannot tell whether {best.method} is safe "
+            f"({best.reason}). {_gain(best)}"
+        )
+    mildest = min(there, key=lambda row: abs(row.change.mean) if row.change else math.inf)
+    return (
+        f"Generation after {longest:,} tokens: keep exact attention, no method is safe; the mildest, "
+        f"{mildest.method}: {mildest.reason}."
+    )
+
+
+def _gain(row: GenerationRow) -> str:
+    assert row.times is not None
+    assert row.change is not None
+    times, facts = row.times, row.facts
+    kept = ""
+    if facts is not None and facts.kept.solved:
+        kept = (
+            f", {facts.kept.kept} of the {facts.kept.solved} facts that exact attention finds are kept (at least "
+            f"{facts.kept.low:.0%})"
+        )
+    return (
+        f"A token takes {1000 * times.token:.0f} ms instead of {1000 * times.exact_token:.0f} "
+        f"({times.token_speed.median:.2f}x as fast){kept}, and the perplexity changes by {row.change.mean:+.2%}."
+    )
+
+
+def _later(row: GenerationRow) -> str:
+    if row.crossover is None or not row.points or row.crossover <= row.points[0].length:
+        return ""
+    return f" Tokens are faster from about {round(row.crossover, -2):,} tokens of context."
 
 
 def _check(cell: Cell, result: Any) -> None:
     if not is_refusal(result):
-        build(TokenCosts, result)
+        found = build(PassageCosts, result)
+        if not len(found.losses) == len(found.exact_losses) == len(found.same) == cell["tokens"]:
+            raise ValueError(f"losses must be of {cell['tokens']} tokens")
+
+
+def _check_race(cell: Cell, result: Any) -> None:
+    if not isinstance(result, list) or len(result) != len(cell["lengths"]):
+        raise ValueError("a race has a ratio for each length")
+    for each in result:
+        build(Interval, each)

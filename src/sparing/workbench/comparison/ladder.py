@@ -33,3 +33,10 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
     if not causal:  # in a language model they take minutes for a document
         specs += ["value_aware(keys=8)", f"sampled(samples={some})"]
     return tuple(dict.fromkeys(str(method(spec)) for spec in specs))
+
+
+def generation_ladder(context: int) -> tuple[str, ...]:
+    """Return specs for tokens that continue so many others; the window shows what losing facts looks like."""
+    window = max(context // 8 // 2 * 2, 2)
+    specs = [*(f"multipole(tolerance={tolerance})" for tolerance in (0.03, 0.01)), f"window(size={window}, sinks=4)"]
+    return tuple(str(method(spec)) for spec in specs)

@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sparing.contract import method as _method
 from sparing.from_json import build, parse
 from sparing.store import add_checksum, verify_checksum
+from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.generation import GenerationRow
+from sparing.workbench.comparison.judgement import (
+    FASTER,
+    KEPT,
+    ORACLE,
+    REFUSED,
+    SLOWER,
+    UNKNOWN,
+    UNSAFE,
+    VERDICTS,
+    keeps,
+)
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
 from sparing.workbench.comparison.races import RacePoint
@@ -22,8 +34,6 @@ from sparing.workbench.metrics import End, Metric, scores
 from sparing.workbench.timing import MARGIN, Interval
 
 FORMAT = 1
-#: Words of a verdict.
-FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower here", "not safe", "oracle", "refused"
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Row:
     time: Seconds | None = None
     points: tuple[RacePoint, ...] = ()  #: speed of the attention call over the length
     crossover: int | None = None  #: tokens from which on the call is faster; None: at none of the lengths of `points`
+    facts: FactCount | None = None  #: of prompts that the method reads, if the verdict needed them
+    reason: str = ""  #: which facts were lost, or what cannot be told
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ class Comparison:
     rows: tuple[Row, ...]
     summary: str
     maps: tuple[HeadMap, ...] = ()  #: where the most fragile heads look
-    generation: tuple[GenerationRow, ...] = ()  #: of a language model, where contexts were asked for
+    generation: tuple[GenerationRow, ...] = ()  #: of a language model, at each context
+    dtype: str = "float32"  #: of the model's weights
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat dictionary for each row, as `pandas.DataFrame` takes them."""
@@ -105,7 +118,7 @@ class Comparison:
         if not math.isfinite(self.tolerance):
             raise ValueError("tolerance must be a number, not None")
         for number, row in enumerate(self.rows):
-            if row.verdict not in (FASTER, SLOWER, UNSAFE, ORACLE, REFUSED):
+            if row.verdict not in VERDICTS:
                 raise ValueError(f"rows[{number}].verdict={row.verdict!r} is not known")
             if (row.refused is None) == (row.verdict == REFUSED):
                 raise ValueError(f"rows[{number}].refused says why the verdict is {REFUSED!r}, and nothing else")
@@ -114,8 +127,10 @@ class Comparison:
             if any(not layer.heads for layer in row.layers):
                 raise ValueError(f"rows[{number}].layers: a layer has no heads")
         for number, each in enumerate(self.generation):
-            if (each.costs is None) == (each.refused is None):
-                raise ValueError(f"generation[{number}] must have costs, or say why it is refused")
+            if each.verdict not in VERDICTS:
+                raise ValueError(f"generation[{number}].verdict={each.verdict!r} is not known")
+            if (each.times is None or each.change is None or each.differing is None) == (each.refused is None):
+                raise ValueError(f"generation[{number}] must have figures, or say why it is refused")
         for number, picture in enumerate(self.maps):
             if not picture.is_whole():
                 raise ValueError(f"maps[{number}].pixels must be base64 of side x side bytes, side={picture.side}")
@@ -192,6 +207,22 @@ def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float)
     return FASTER if faster else SLOWER
 
 
+def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Row:
+    """Return a row of a language model with what its prompts keep of facts, and the verdict that follows.
+
+    tolerance: share of the facts that may be lost, if facts alone decide; None: they are needed beside the change.
+    """
+    holds, reason = keeps(facts, KEPT if tolerance is None else 1 - tolerance)
+    change = row.change
+    if tolerance is not None and facts is not None:
+        change = facts.lost
+        assert row.time is not None
+        row = replace(row, verdict=verdict(row.method, Estimate(0.0, 0.0, 0.0, 1), row.time, 1.0))
+    if holds is not True:
+        row = replace(row, verdict=UNKNOWN if holds is None else UNSAFE, reason=reason)
+    return replace(row, change=change, facts=facts)
+
+
 def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
     """Return what to do, in one sentence."""
     on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
@@ -208,7 +239,7 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
             f"{on}, {best.method} is {best.time.model.median:.2f}x as fast as the exact model here, and {within}: "
             f"{best.change.mean:.2%} on average."
         )
-    tried = [row for row in rows if row.verdict in (SLOWER, UNSAFE) and _method(row.method).name != "exact"]
+    tried = [row for row in rows if row.verdict in (SLOWER, UNKNOWN, UNSAFE) and _method(row.method).name != "exact"]
     safe = [row for row in tried if row.verdict == SLOWER]
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
@@ -217,7 +248,11 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
             f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
             + _later(safe, tokens)
         )
-    return f"{on} keep exact attention: no setting stays {within}."
+    unknown = [row for row in tried if row.verdict == UNKNOWN]
+    if unknown:
+        return f"{on} keep exact attention: {unknown[0].method} may be safe, but these cases cannot tell."
+    kept = " and keeps the facts of its context" if any(row.facts is not None for row in tried) else ""
+    return f"{on} keep exact attention: no setting stays {within}{kept}."
 
 
 def _later(safe: Sequence[Row], tokens: int) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparing.contract import Method
+from sparing.contract import method as _method
 from sparing.transformers import approximate
 from sparing.workbench.retrieval.tasks import Context
 
@@ -39,13 +39,59 @@ class Survival:
 
 @torch.no_grad()
 def answer_questions(
-    model: Any, tokenizer: Any, context: Context, method: str | Method = "exact", *, when: str = "always", seed: int = 0
+    model: Any,
+    tokenizer: Any,
+    context: Context,
+    method: str | Method = "exact",
+    *,
+    when: str = "always",
+    seed: int = 0,
+    cache: Any = None,
+    asked: Answers | None = None,
 ) -> Answers:
     """Return which questions about a context a model answers by greedy decoding, all from one cache of the context.
 
     The question is a prompt that continues the cache; the answer is decoded token by token. An answer counts if all of
     its tokens are right. when: as in `sparing.approximate`.
+
+    cache: one that `read_context` filled, for when="decode", which reads the context exactly; it is copied.
+    asked: which questions to ask; the others count as wrong. None: all.
     """
+    _check_positions(model, tokenizer, context)
+    wanted = (True,) * len(context.questions) if asked is None else asked
+    with approximate(model, method, when=when, seed=seed):
+        cache = _read(model, tokenizer, context) if cache is None else copied(model, cache, cache.get_seq_length())
+        # Exact attention gives the same tokens in one call, which is faster than one by one.
+        at_once = when == "prefill" or _method(method).name == "exact"
+        return tuple(
+            ask and _is_answered(model, tokenizer, cache, q.text, q.answer, at_once)
+            for q, ask in zip(context.questions, wanted, strict=True)
+        )
+
+
+@torch.no_grad()
+def read_context(model: Any, tokenizer: Any, context: Context) -> Any:
+    """Return the cache of a context that exact attention has read."""
+    _check_positions(model, tokenizer, context)
+    return _read(model, tokenizer, context)
+
+
+def copied(model: Any, cache: Any, length: int, kind: str = "dynamic", *, room: int = 0) -> Any:
+    """Return a new cache with the first `length` positions; room: positions that a static one has beyond them."""
+    from transformers import DynamicCache, StaticCache
+
+    made = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=length + room)
+    for number, held in enumerate(cache.layers):
+        made.update(held.keys[:, :, :length], held.values[:, :, :length], number)
+    return made
+
+
+def _read(model: Any, tokenizer: Any, context: Context) -> Any:
+    text = _tokens(tokenizer, context.text, model)
+    return model(input_ids=text, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def _check_positions(model: Any, tokenizer: Any, context: Context) -> None:
     text = _tokens(tokenizer, context.text, model)
     longest = max(_tokens(tokenizer, q.text + q.answer, model).shape[1] for q in context.questions)
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -54,22 +100,20 @@ def answer_questions(
             f"context: {text.shape[1]} tokens and questions of up to {longest} exceed the {limit} positions of the "
             "model; make a shorter context"
         )
-    with approximate(model, method, when=when, seed=seed):
-        cache = model(input_ids=text, use_cache=True, logits_to_keep=1).past_key_values
-        return tuple(_is_answered(model, tokenizer, cache, q.text, q.answer) for q in context.questions)
 
 
-def _is_answered(model: Any, tokenizer: Any, cache: Any, text: str, answer: str) -> bool:
+def _is_answered(model: Any, tokenizer: Any, cache: Any, text: str, answer: str, at_once: bool) -> bool:
     known = cache.get_seq_length()
     asked = _tokens(tokenizer, text, model)
     wanted = _tokens(tokenizer, text + answer, model)[0, asked.shape[1] :]
-    logits = model(input_ids=asked, past_key_values=cache, logits_to_keep=1).logits
-    right = bool(logits[0, -1].argmax() == wanted[0])
-    for token, following in pairwise(wanted):
+    calls = [torch.cat([asked[0], wanted[:-1]])] if at_once else [asked[0], *wanted[:-1].split(1)]
+    expected = [wanted] if at_once else list(wanted.split(1))
+    right = True
+    for ids, following in zip(calls, expected, strict=True):
+        logits = model(input_ids=ids[None], past_key_values=cache, logits_to_keep=len(following)).logits
+        right = bool((logits[0].argmax(-1) == following).all())
         if not right:
             break
-        logits = model(input_ids=token.view(1, 1), past_key_values=cache, logits_to_keep=1).logits
-        right = bool(logits[0, -1].argmax() == following)
     cache.crop(known - cache.get_seq_length())
     return right
 
