@@ -133,8 +133,8 @@ def pack_keys(codes: Tensor) -> Tensor:
 def pack_values(codes: Tensor, bits: int) -> Tensor:
     """Lay the codes of values (B, H, T, block, e) out for kernels: (B, H, T, block / 16, lanes, 256)."""
     parts = 8 // bits
-    x = pad(codes, (0, -codes.shape[-1] % (16 * parts))).unflatten(-1, (-1, parts, 16)).unflatten(3, (-1, 8, 2))
-    joined = x[..., 0, :]  # (B, H, T, G, 8, 2, L, 16)
+    x = pad(codes, (0, -codes.shape[-1] % (16 * parts))).unflatten(-1, (-1, parts, 16)).unflatten(3, (-1, 4, 4))
+    joined = x[..., 0, :]  # (B, H, T, G, 4, 4, L, 16)
     for part in range(1, parts):
         joined = joined | x[..., part, :] << bits * part
     return joined.permute(0, 1, 2, 3, 6, 4, 7, 5).flatten(-3).contiguous()
@@ -148,6 +148,6 @@ def unpack_keys(packed: Tensor, d: int) -> Tensor:
 
 def unpack_values(packed: Tensor, e: int, bits: int) -> Tensor:
     """Return the codes (B, H, T, block, e) that `pack_values` laid out."""
-    x = packed.unflatten(-1, (8, 16, 2)).permute(0, 1, 2, 3, 5, 7, 4, 6)  # (B, H, T, G, 8, 2, L, 16)
+    x = packed.unflatten(-1, (4, 16, 4)).permute(0, 1, 2, 3, 5, 7, 4, 6)  # (B, H, T, G, 4, 4, L, 16)
     parts = [x >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
     return torch.stack(parts, dim=-2).flatten(-3)[..., :e].flatten(3, 5)

@@ -30,7 +30,7 @@ from sparing.methods.multipole.past import MultipolePast
 
 _SCORES = 2**22  # logits that are held at once
 _MOST_VARIANCE = 4.0  # of a logit, that its weight is corrected for
-_LIGHT = 2.0**-20  # groups of less than this share of the weight, divided by their number, are left out
+_LIGHT = 2.0**-20  # groups that weigh less than this share of the keys that are read, divided by their number, are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Multipole(Method):
         top = dense.finite_or_zero(torch.maximum(exact.amax(-1), _amax(rest)).detach()).unsqueeze(-1)
         weights, mass = (exact - top).exp(), (rest - top).exp()
         with torch.no_grad():
-            group = mass.unflatten(-1, (-1, GROUP)).sum(-1, keepdim=True)
+            group = GROUP * mass.unflatten(-1, (-1, GROUP)).amax(-1, keepdim=True)
             lightest = _LIGHT * weights.sum(-1).div(
                 (near + self.block - 1).div(self.block, rounding_mode="floor").clamp_min(1)[:, None]
                 * (self.block // GROUP)

@@ -8,16 +8,24 @@
 
 namespace sparing::SPARING_ISA {
 
-// Returns the sum of all lanes in log2(lanes) steps.
+// Returns lane 0 of join(first half of x, second half), repeated until one lane is left.
+template <class T, int half = lanes<T> / 2, class Join>
+SPARING_INLINE T in_halves(Vec<T> x, const Join& join) {
+  x = join(x, rotated<T, half>(x));
+  if constexpr (half > 1)
+    return in_halves<T, half / 2>(x, join);
+  else
+    return x[0];
+}
+
 template <class T>
 SPARING_INLINE T sum_in_halves(Vec<T> x) {
-  T part[lanes<T>];
-  store<T>(part, x);
-#pragma GCC unroll 8
-  for (int half = lanes<T> / 2; half; half /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  return part[0];
+  return in_halves<T>(x, [](Vec<T> a, Vec<T> b) { return a + b; });
+}
+
+template <class T>
+SPARING_INLINE T largest_in_halves(Vec<T> x) {
+  return in_halves<T>(x, [](Vec<T> a, Vec<T> b) { return larger<T>(a, b); });
 }
 
 // out[i] = q.row(i) for each of `count` rows of `depth` entries.

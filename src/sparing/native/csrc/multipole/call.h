@@ -7,6 +7,7 @@ namespace sparing {
 
 inline constexpr int64_t kMultipoleGroup = 16;  // keys whose codes lie together
 inline constexpr int64_t kKeyChannels = 8;      // channels of keys whose codes lie together, in 4 bytes
+inline constexpr int64_t kMultipoleTile = 8;    // most queries that are taken together
 inline constexpr int64_t kValueChannels = 16;   // channels of values whose codes lie together
 
 // Attention to keys and values that also have a copy of few bits, in blocks. Keys of a large estimated weight are read;
@@ -22,9 +23,10 @@ struct MultipoleCall {
   int64_t block, blocks, bits;      // keys per block, number of blocks that there is room for, bits per value
   const uint8_t* key_codes;         // [items][key heads][blocks][block / 16][depth / 8, rounded up][16][4]
   const T *key_low, *key_step;      // [items][key heads][blocks][depth]: a key is about low + step * code
-  const uint8_t* value_codes;       // [items][key heads][blocks][block / 16][lanes of bytes][8][16][2], see values.h
+  const uint8_t* value_codes;       // [items][key heads][blocks][block / 16][lanes of bytes][4][16][4], see values.h
   const T *value_low, *value_step;  // [items][key heads][blocks][width]
   int64_t sinks;                    // number of first keys that are always read
+  int64_t tile;                     // queries that are taken together
   T tolerance, scale;               // tolerance: a key with at least this share of a query's weight is read
   E* out;                           // [items][heads][queries][width]
   T *lse, *error, *read;            // [items][heads][queries]; read: number of keys

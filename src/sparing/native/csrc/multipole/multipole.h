@@ -1,5 +1,6 @@
-// Attention to few keys that are read, and to copies of few bits of the others (multipole in Python). One query at a
-// time: all logits are estimated, then keys whose share of the weight is large are read, and copies give the rest.
+// Attention to few keys that are read, and to copies of few bits of the others (multipole in Python). Queries that
+// share their keys are taken together, a tile of rows at a time: all their logits are estimated, then each reads the
+// keys whose share of its weight is large, and copies give the rest.
 #pragma once
 
 #include "common/gathered.h"
@@ -17,21 +18,46 @@ namespace sparing::SPARING_ISA {
 template <class T>
 inline constexpr T kMostVariance = T(4);
 
-// A group of keys is left out if its weight is at most this share of the weight of the keys that are read, divided by
-// the number of groups.
+// A group of keys is left out if all of it, were it as heavy as its heaviest key, would weigh at most this share of the
+// keys that are read, divided by the number of groups.
 template <class T>
 inline constexpr T kLight = T(0x1p-20);
+
+// One query of a tile.
+template <class T>
+struct MultipoleRow {
+  int64_t out, item, head, query;  // out: number of the row in the output
+  int64_t seen, near, blocks;      // blocks: those that hold keys before `near`
+  T first;                         // largest logit, estimates included
+  T factor;                        // exp(first - the largest that is left once keys are read)
+  T total, missed, lightest;
+};
 
 template <class E>
 struct MultipoleMemory {
   using T = Wide<E>;
-  T *scaled, *products;     // [depth] the query times the scale, and times the steps of a block
-  int8_t *whole, *rounded;  // [depth, rounded up] the query in integers; [16] weights in integers
-  T* logits;                // [keys in blocks] estimates; -inf for keys that are read
-  T *sigma, *fade;         // [blocks] standard deviation of the errors of logits, and the factor that corrects for them
-  T *sums, *total;         // [width, rounded up] products of codes in a block; the output
+  int64_t chunks, groups, lanes_of_bytes, channels;  // groups: of 16 keys in a block
+  int64_t held, all_groups;                          // keys in all blocks, and their groups
+  MultipoleRow<T>* rows;
+  T *scaled, *products;    // [rows][depth] queries times the scale; [depth] times the steps of a block
+  int8_t* whole;           // [rows][chunks][8] queries in integers
+  int32_t* totals;         // [rows][block] products of codes
+  T* weights;              // [rows][held] estimated logits, then exp(logit - first); 0 for keys that are read
+  T* tops;                 // [rows][all_groups] largest weight of a group
+  T *sigma, *fade;         // [rows][blocks] standard deviation of the errors of logits, and the factor that corrects it
+  int8_t* rounded;         // [rows][block] weights in integers
+  T* units;                // [rows][groups] that they are multiples of
+  T *sums, *out;           // [rows][channels] products of codes in a block; the output
   T* weight;               // [keys] logits of keys that are read, then weights
   const E **key, **value;  // [keys]
+  int64_t active[kMultipoleTile];
+
+  explicit MultipoleMemory(const MultipoleCall<E>& call) {
+    chunks = (call.depth + kKeyChannels - 1) / kKeyChannels, groups = call.block / kMultipoleGroup;
+    const int64_t each = kValueChannels * 8 / call.bits;
+    lanes_of_bytes = (call.width + each - 1) / each, channels = lanes_of_bytes * each;
+    held = call.blocks * call.block, all_groups = call.blocks * groups;
+  }
 
   int64_t lay_out(const MultipoleCall<E>& call, T* memory) {
     int64_t used = 0;
@@ -39,242 +65,310 @@ struct MultipoleMemory {
       if (memory) *part = reinterpret_cast<U*>(memory + used);
       used += (count * int64_t(sizeof(U)) / int64_t(sizeof(T)) + 31) / 16 * 16;
     };
-    take(&scaled, call.depth), take(&products, call.depth);
-    take(&whole, chunks(call) * kKeyChannels), take(&rounded, kMultipoleGroup);
-    take(&logits, call.blocks * call.block), take(&sigma, call.blocks), take(&fade, call.blocks);
-    take(&sums, channels(call)), take(&total, channels(call));
+    const int64_t n = call.tile;
+    take(&rows, n), take(&scaled, n * call.depth), take(&products, call.depth);
+    take(&whole, n * chunks * kKeyChannels), take(&totals, n * call.block);
+    take(&weights, n * held), take(&tops, n * all_groups);
+    take(&sigma, n * call.blocks), take(&fade, n * call.blocks);
+    take(&rounded, n * call.block), take(&units, n * groups);
+    take(&sums, n * channels), take(&out, n * channels);
     take(&weight, call.keys + lanes<T>), take(&key, call.keys), take(&value, call.keys);
     return used;
-  }
-
-  static int64_t chunks(const MultipoleCall<E>& call) { return (call.depth + kKeyChannels - 1) / kKeyChannels; }
-  static int64_t lanes_of_bytes(const MultipoleCall<E>& call) {
-    const int64_t each = kValueChannels * 8 / call.bits;
-    return (call.width + each - 1) / each;
-  }
-  static int64_t channels(const MultipoleCall<E>& call) {
-    return lanes_of_bytes(call) * kValueChannels * 8 / call.bits;
   }
 };
 
 template <class E>
-struct MultipoleQuery {
+struct MultipoleTile {
   using T = Wide<E>;
+  using Row = MultipoleRow<T>;
   const MultipoleCall<E>& call;
   MultipoleMemory<E>& memory;
-  int64_t item, head, kv, seen, near;
-  int64_t blocks;    // blocks that hold keys before `near`
-  int64_t rows = 0;  // keys that are read
+  int64_t unit, kv;  // unit: key head of all items
+  int64_t count;     // rows
+  int64_t read = 0;  // keys that the current row reads
 
-  void look_at(int64_t rank) {
-    const int64_t at = call.place ? call.place[item * call.places + rank] : rank;
-    memory.key[rows] = call.k.at(item, kv, at);
-    memory.value[rows++] = call.v.at(item, kv, at);
+  T* weights(int64_t row, int64_t b) const { return memory.weights + row * memory.held + b * call.block; }
+  T* tops(int64_t row, int64_t b) const { return memory.tops + row * memory.all_groups + b * memory.groups; }
+
+  // Collects the rows that see a block; returns their number.
+  int64_t gather(int64_t b) {
+    int64_t found = 0;
+    for (int64_t row = 0; row < count; ++row)
+      if (b < memory.rows[row].blocks) memory.active[found++] = row;
+    return found;
   }
 
-  int64_t unit() const { return item * (call.heads / call.groups) + kv; }
-
-  // Estimates the logits of all keys in blocks, -inf for those that are always read. Returns the largest.
-  T estimate() {
-    const int64_t chunks = MultipoleMemory<E>::chunks(call), groups = call.block / kMultipoleGroup;
-    T top = kNever<T>;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t at = unit() * call.blocks + b;
-      const Estimate<T> each =
-          round_query<T>(memory.scaled, call.key_low + at * call.depth, call.key_step + at * call.depth, call.depth,
-                         memory.products, memory.whole);
-      memory.sigma[b] = each.sigma;
-      const uint8_t* codes = call.key_codes + at * groups * chunks * 64;
-      T* logits = memory.logits + b * call.block;
-      Vec<T> tops = all(kNever<T>);
-      for (int64_t g = 0; g < groups; ++g) {
-        alignas(64) int32_t totals[kMultipoleGroup] = {};
-        code_products(codes + g * chunks * 64, memory.whole, chunks, totals);
-        for (int i = 0; i < kMultipoleGroup; i += lanes<T>) {
-          Vec<T> product{};
-          for (int lane = 0; lane < lanes<T>; ++lane) product[lane] = T(totals[i + lane]);
-          const Vec<T> logit = each.base + each.unit * product;
-          tops = larger<T>(tops, logit);
-          store<T>(logits + g * kMultipoleGroup + i, logit);
-        }
-      }
-      const int64_t first = b * call.block;
-      if (first < call.sinks || first + call.block > near) {
-        tops = all(kNever<T>);
-        for (int64_t i = 0; i < call.block; ++i) {
-          if (first + i < call.sinks || first + i >= near) logits[i] = kNever<T>;
-          tops[0] = logits[i] > tops[0] ? logits[i] : tops[0];
-        }
-      }
-      const T most = largest<T>(tops);
-      top = most > top ? most : top;
+  // Estimates the logits of all keys in blocks, -inf for those that are always read; sets `first` of the rows.
+  void estimate() {
+    int64_t last = 0;
+    for (int64_t row = 0; row < count; ++row) {
+      memory.rows[row].first = kNever<T>;
+      last = memory.rows[row].blocks > last ? memory.rows[row].blocks : last;
     }
+    for (int64_t b = 0; b < last; ++b) {
+      const int64_t at = unit * call.blocks + b, found = gather(b), wide = memory.chunks * kKeyChannels;
+      Estimate<T> each[kMultipoleTile];
+      for (int64_t i = 0; i < found; ++i) {
+        const int64_t row = memory.active[i];
+        each[i] = round_query<T>(memory.scaled + row * call.depth, call.key_low + at * call.depth,
+                                 call.key_step + at * call.depth, call.depth, memory.products, memory.whole + i * wide);
+        memory.sigma[row * call.blocks + b] = each[i].sigma;
+      }
+      code_products({call.key_codes + at * memory.groups * memory.chunks * 64, memory.groups, memory.chunks,
+                     memory.whole, found, memory.totals});
+      for (int64_t i = 0; i < found; ++i) {
+        const int64_t row = memory.active[i];
+        T* logits = weights(row, b);
+        const int32_t* totals = memory.totals + i * call.block;
+        Vec<T> tops = all(kNever<T>);
+        for (int64_t k = 0; k < call.block; k += lanes<T>) {
+          const Vec<T> logit = each[i].base + each[i].unit * from_integers<T>(totals + k);
+          tops = larger<T>(tops, logit);
+          store<T>(logits + k, logit);
+        }
+        Row& mine = memory.rows[row];
+        const int64_t begin = b * call.block;
+        if (begin < call.sinks || begin + call.block > mine.near) {
+          tops = all(kNever<T>);
+          for (int64_t k = 0; k < call.block; ++k) {
+            if (begin + k < call.sinks || begin + k >= mine.near) logits[k] = kNever<T>;
+            tops[0] = logits[k] > tops[0] ? logits[k] : tops[0];
+          }
+        }
+        const T top = largest_in_halves<T>(tops);
+        mine.first = top > mine.first ? top : mine.first;
+      }
+    }
+  }
+
+  void look_at(const Row& row, int64_t rank) {
+    const int64_t at = call.place ? call.place[row.item * call.places + rank] : rank;
+    memory.key[read] = call.k.at(row.item, kv, at);
+    memory.value[read++] = call.v.at(row.item, kv, at);
+  }
+
+  // Computes the logits of the keys that are read, from number `from` on.
+  void multiply(int64_t row, int64_t from) {
+    dots_with<E>(
+        memory.scaled + row * call.depth, call.depth, read - from, [&](int64_t i) { return memory.key[from + i]; },
+        memory.weight + from);
+  }
+
+  T largest_read() const {
+    T top = kNever<T>;
+    for (int64_t i = 0; i < read; ++i) top = memory.weight[i] > top ? memory.weight[i] : top;
     return top;
   }
 
-  T variance(int64_t b) const {
-    const T found = memory.sigma[b] * memory.sigma[b];
+  T variance(int64_t row, int64_t b) const {
+    const T sigma = memory.sigma[row * call.blocks + b], found = sigma * sigma;
     return found < kMostVariance<T> ? found : kMostVariance<T>;
   }
 
-  // Returns the sum of exp(logit - top) over all keys in blocks, each block times its factor `fade`, which is set here.
-  T weigh_blocks(T top) {
+  // Turns the estimated logits of a row into weights, exp(logit - first). Returns their sum, each block times its
+  // factor `fade`, which is set here.
+  T weigh_blocks(int64_t row) {
+    const Row& mine = memory.rows[row];
     Running<T> total;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const T* logits = memory.logits + b * call.block;
+    for (int64_t b = 0; b < mine.blocks; ++b) {
+      T *x = weights(row, b), *fade = memory.fade + row * call.blocks + b;
       Vec<T> sums{};
-      for (int64_t i = 0; i < call.block; i += lanes<T>) sums += exponential_below(load<T>(logits + i) - top);
-      memory.fade[b] = exponential_below(all(T(-0.5) * variance(b)))[0];
-      total.add(memory.fade[b] * sum_in_halves<T>(sums));
+      for (int64_t k = 0; k < call.block; k += lanes<T>) {
+        const Vec<T> weight = exponential_below(load<T>(x + k) - mine.first);
+        store<T>(x + k, weight);
+        sums += weight;
+      }
+      *fade = exponential_below(all(T(-0.5) * variance(row, b)))[0];
+      total.add(*fade * sum_in_halves<T>(sums));
     }
     return total.sum;
   }
 
   // Turns the logits of the keys that are read into weights, exp(logit - top), and returns their sum.
-  T weigh_rows(T top) {
-    return sum_in_halves<T>(long_sum<Vec<T>>(rows, lanes<T>, [&](int64_t i) {
+  T weigh_read(T top) {
+    return sum_in_halves<T>(long_sum<Vec<T>>(read, lanes<T>, [&](int64_t i) {
       Vec<T> logits = load<T>(memory.weight + i);
-      for (int64_t lane = rows - i; lane < lanes<T>; ++lane) logits[lane] = kNever<T>;
+      for (int64_t lane = read - i; lane < lanes<T>; ++lane) logits[lane] = kNever<T>;
       const Vec<T> x = exponential_below(logits - top);
       store<T>(memory.weight + i, x);
       return x;
     }));
   }
 
-  T largest_row() const {
-    T top = kNever<T>;
-    for (int64_t i = 0; i < rows; ++i) top = memory.weight[i] > top ? memory.weight[i] : top;
-    return top;
-  }
-
-  // Adds the keys whose estimated logit is at least `bar`, less one standard deviation of its error, to those that are
-  // read. Returns the largest estimate of the others.
-  T choose(T bar) {
-    Vec<T> tops = all(kNever<T>);
-    for (int64_t b = 0; b < blocks; ++b) {
-      T* logits = memory.logits + b * call.block;
-      const T least = bar - memory.sigma[b];
-      for (int64_t i = 0; i < call.block; i += lanes<T>) {
-        const Vec<T> x = load<T>(logits + i);
-        const IntVec<T> taken = (x >= least) & (x > kNever<T>);
-        tops = larger<T>(tops, taken ? all(kNever<T>) : x);
-        uint32_t bits = held<T>(taken);
-        if (!bits) continue;
-        store<T>(logits + i, taken ? all(kNever<T>) : x);
-        for (; bits; bits &= bits - 1) look_at(b * call.block + i + __builtin_ctz(bits));
+  // Reads the keys whose estimated weight is at least `bar`, less one standard deviation of the error of its logit, and
+  // sets the largest weight of each group to that of its other keys. Returns the largest of these.
+  T choose(int64_t row, T bar) {
+    const Row& mine = memory.rows[row];
+    T most = T(0);
+    for (int64_t b = 0; b < mine.blocks; ++b) {
+      T *x = weights(row, b), *heaviest = tops(row, b);
+      const Vec<T> sigma = all(memory.sigma[row * call.blocks + b]);
+      const T least = bar * exponential(-sigma)[0];
+      for (int64_t g = 0; g < memory.groups; ++g) {
+        Vec<T> group{};
+        for (int64_t k = g * kMultipoleGroup; k < (g + 1) * kMultipoleGroup; k += lanes<T>) {
+          Vec<T> weight = load<T>(x + k);
+          const IntVec<T> taken = (weight >= least) & (weight > T(0));
+          if (uint32_t bits = held<T>(taken)) {
+            weight = taken ? Vec<T>{} : weight;
+            store<T>(x + k, weight);
+            for (; bits; bits &= bits - 1) look_at(mine, b * call.block + k + __builtin_ctz(bits));
+          }
+          group = larger<T>(group, weight);
+        }
+        const T top = largest_in_halves<T>(group);
+        heaviest[g] = top, most = top > most ? top : most;
       }
     }
-    return largest<T>(tops);
+    return most;
   }
 
-  // Adds the copies of the values of a block, with weights fade * exp(logit - top), to `total`, and returns the sum of
-  // these weights. Groups of a weight up to `lightest` are left out. Adds the predicted squared error to `missed`.
+  // Reads the keys that a row needs, and sums what they weigh.
+  void read_keys(int64_t row) {
+    Row& mine = memory.rows[row];
+    read = 0;
+    const int64_t sinks = call.sinks < mine.near ? call.sinks : mine.near;
+    for (int64_t rank = 0; rank < sinks; ++rank) look_at(mine, rank);
+    for (int64_t rank = mine.near; rank < mine.seen; ++rank) look_at(mine, rank);
+    multiply(row, 0);
+    T last = largest_read();
+    if (mine.blocks) {
+      const int64_t sure = read;
+      mine.first = last > mine.first ? last : mine.first;
+      const T mass = weigh_blocks(row);
+      T around = T(0);
+      for (int64_t i = 0; i < sure; ++i) around += exponential_below(all(memory.weight[i] - mine.first))[0];
+      const T most = choose(row, call.tolerance * (mass + around));
+      multiply(row, sure);
+      last = largest_read();
+      const T others = most > T(0) ? mine.first + T(__builtin_log(double(most))) : kNever<T>;
+      last = others > last ? others : last;
+      mine.factor = exponential(all(mine.first - last))[0];
+    }
+    mine.total = weigh_read(last), mine.missed = T(0);
+    T* out = memory.out + row * memory.channels;
+    mix<E>(memory.weight, memory.value, read, call.width, out);
+    mine.lightest = kLight<T> * mine.total / T(mine.blocks * memory.groups * kMultipoleGroup);
+    mine.first = last;
+    call.read[mine.out] = T(read);
+  }
+
+  // Rounds the weights of a block to integers, and returns the sum of those that count; squares: of their squares.
+  T round_weights(int64_t row, int64_t b, int8_t* rounded, T* units, T* squares, T* middle) {
+    const Row& mine = memory.rows[row];
+    const T *x = weights(row, b), *heaviest = tops(row, b);
+    const T fade = memory.fade[row * call.blocks + b];
+    Vec<T> sums{}, powers{}, middles{};
+    for (int64_t g = 0; g < memory.groups; ++g) {
+      const T top = heaviest[g] * mine.factor;
+      units[g] = T(0);
+      if (!(top * fade > mine.lightest)) continue;
+      const T unit = top / T(kMostWeight), inverse = T(kMostWeight) / heaviest[g];
+      units[g] = unit;
+      for (int64_t k = g * kMultipoleGroup; k < (g + 1) * kMultipoleGroup; k += lanes<T>) {
+        const Vec<T> weight = load<T>(x + k), n = (weight * inverse + kToInteger<T>)-kToInteger<T>;
+        to_bytes(n, rounded + k);
+        const Vec<T> mass = weight * mine.factor;
+        sums += mass, powers += mass * mass, middles += unit * n;
+      }
+    }
+    *squares = sum_in_halves<T>(powers), *middle = sum_in_halves<T>(middles);
+    return sum_in_halves<T>(sums);
+  }
+
+  // Adds the copies of the keys that are not read.
   template <int bits>
-  T add_block(int64_t b, T top, T lightest, T& missed) {
+  void add_copies() {
     constexpr T kMiddle = T((1 << bits) - 1) / 2;
-    const int64_t lanes_of_bytes = MultipoleMemory<E>::lanes_of_bytes(call), groups = call.block / kMultipoleGroup;
-    const int64_t at = unit() * call.blocks + b;
-    const T* logits = memory.logits + b * call.block;
-    T weight = T(0), squares = T(0), middle = T(0);
-    for (int64_t g = 0; g < groups; ++g) {
-      Vec<T> tops{}, sums{}, powers{};
-      alignas(64) T mass[kMultipoleGroup];
-      for (int i = 0; i < kMultipoleGroup; i += lanes<T>) {
-        const Vec<T> x = exponential_below(load<T>(logits + g * kMultipoleGroup + i) - top);
-        store<T>(mass + i, x);
-        tops = larger<T>(tops, x), sums += x, powers += x * x;
-      }
-      const T sum = sum_in_halves<T>(sums), top = largest<T>(tops);
-      if (!(sum * memory.fade[b] > lightest)) continue;
-      if (weight == T(0)) clear(memory.sums, MultipoleMemory<E>::channels(call));
-      weight += sum, squares += sum_in_halves<T>(powers);
-      const T unit = top / T(kMostWeight), inverse = T(kMostWeight) / top;
-      int32_t whole = 0;
-      for (int i = 0; i < kMultipoleGroup; ++i) {
-        const int32_t n = int32_t(__builtin_rint(double(mass[i] * inverse)));
-        memory.rounded[i] = int8_t(n), whole += n;
-      }
-      middle += unit * T(whole);
-      add_codes<T, bits>(call.value_codes + (at * groups + g) * lanes_of_bytes * 256, memory.rounded, lanes_of_bytes,
-                         unit, memory.sums);
-    }
-    if (weight == T(0)) return weight;
-    const T *low = call.value_low + at * call.width, *step = call.value_step + at * call.width, fade = memory.fade[b];
-    T scatter = T(0);
-    for (int64_t e = 0; e < call.width; ++e) {
-      memory.total[e] += fade * (weight * (low[e] + kMiddle * step[e]) + step[e] * (memory.sums[e] - kMiddle * middle));
-      scatter += step[e] * step[e];
-    }
     // A copy of 2 bits has steps of one standard deviation, one of 4 bits a fifteenth of the range.
     constexpr T kScatter = bits == 2 ? T(1) : T(18.75), kRounding = bits == 2 ? T(0.12) : T(1) / T(225);
-    missed += fade * fade * squares * kScatter * scatter * (variance(b) + kRounding);
-    return weight * fade;
+    int64_t last = 0;
+    for (int64_t row = 0; row < count; ++row) last = memory.rows[row].blocks > last ? memory.rows[row].blocks : last;
+    for (int64_t b = 0; b < last; ++b) {
+      const int64_t at = unit * call.blocks + b, seen = gather(b);
+      T weight[kMultipoleTile], squares[kMultipoleTile], middle[kMultipoleTile];
+      int64_t found = 0;
+      for (int64_t i = 0; i < seen; ++i) {
+        const int64_t row = memory.active[i];
+        weight[found] = round_weights(row, b, memory.rounded + found * call.block, memory.units + found * memory.groups,
+                                      squares + found, middle + found);
+        if (weight[found] > T(0)) memory.active[found++] = row;
+      }
+      if (!found) continue;
+      clear(memory.sums, found * memory.channels);
+      add_codes<T, bits>({call.value_codes + at * memory.groups * memory.lanes_of_bytes * 256, memory.groups,
+                          memory.lanes_of_bytes, memory.rounded, memory.units, found, memory.sums});
+      const T *low = call.value_low + at * call.width, *step = call.value_step + at * call.width;
+      T scatter = T(0);
+      for (int64_t e = 0; e < call.width; ++e) scatter += step[e] * step[e];
+      for (int64_t i = 0; i < found; ++i) {
+        const int64_t row = memory.active[i];
+        const T fade = memory.fade[row * call.blocks + b], *sums = memory.sums + i * memory.channels;
+        // weight * (low + kMiddle * step) + step * (sums - kMiddle * middle)
+        const T each = weight[i], rest = kMiddle * (weight[i] - middle[i]);
+        T* out = memory.out + row * memory.channels;
+        for (int64_t e = 0; e < call.width; ++e) out[e] += fade * (each * low[e] + step[e] * (sums[e] + rest));
+        memory.rows[row].missed += fade * fade * squares[i] * kScatter * scatter * (variance(row, b) + kRounding);
+        memory.rows[row].total += fade * each;
+      }
+    }
   }
 
-  void answer(int64_t row) {
-    E* out = call.out + row * call.width;
-    rows = 0;
-    const int64_t sinks = call.sinks < near ? call.sinks : near;
-    for (int64_t rank = 0; rank < sinks; ++rank) look_at(rank);
-    for (int64_t rank = near; rank < seen; ++rank) look_at(rank);
-    if (near <= sinks) blocks = 0;
-    const T top = blocks ? estimate() : kNever<T>;
-    dots_with<E>(memory.scaled, call.depth, rows, [&](int64_t i) { return memory.key[i]; }, memory.weight);
-    const int64_t sure = rows;
-    T last = largest_row();
-    if (blocks) {
-      const T first = last > top ? last : top, mass = weigh_blocks(first);
-      T around = T(0);
-      for (int64_t i = 0; i < sure; ++i) around += exponential_below(all(memory.weight[i] - first))[0];
-      const T others = choose(first + T(__builtin_log(double(call.tolerance) * double(mass + around))));
-      dots_with<E>(
-          memory.scaled, call.depth, rows - sure, [&](int64_t i) { return memory.key[sure + i]; },
-          memory.weight + sure);
-      last = largest_row();
-      last = others > last ? others : last;
+  void answer() {
+    for (int64_t row = 0; row < count; ++row) {
+      const Row& mine = memory.rows[row];
+      const E* q = call.q.at(mine.item, mine.head, mine.query);
+      for (int64_t d = 0; d < call.depth; ++d) memory.scaled[row * call.depth + d] = widen(q[d]) * call.scale;
     }
-    T total = weigh_rows(last), missed = T(0);
-    mix<E>(memory.weight, memory.value, rows, call.width, memory.total);
-    if (blocks) {
-      const T lightest = kLight<T> * total / T(blocks * call.block / kMultipoleGroup);
-      T rest = T(0);
-      for (int64_t b = 0; b < blocks; ++b)
-        rest += call.bits == 2 ? add_block<2>(b, last, lightest, missed) : add_block<4>(b, last, lightest, missed);
-      total += rest;
+    estimate();
+    for (int64_t row = 0; row < count; ++row) read_keys(row);
+    if (call.bits == 2)
+      add_copies<2>();
+    else
+      add_copies<4>();
+    for (int64_t row = 0; row < count; ++row) {
+      const Row& mine = memory.rows[row];
+      const T* out = memory.out + row * memory.channels;
+      for (int64_t e = 0; e < call.width; ++e) narrow(out[e] / mine.total, call.out + mine.out * call.width + e);
+      call.lse[mine.out] = T(__builtin_log(double(mine.total)) + double(mine.first));
+      call.error[mine.out] = T(__builtin_sqrt(double(mine.missed)) / double(mine.total));
     }
-    for (int64_t e = 0; e < call.width; ++e) narrow(memory.total[e] / total, out + e);
-    call.lse[row] = T(__builtin_log(double(total)) + double(last));
-    call.error[row] = T(__builtin_sqrt(double(missed)) / double(total));
-    call.read[row] = T(rows);
   }
 };
 
 template <class E>
 int64_t multipole_scratch(const MultipoleCall<E>& call) {
-  return MultipoleMemory<E>{}.lay_out(call, nullptr);
+  return MultipoleMemory<E>(call).lay_out(call, nullptr);
 }
 
+// Tiles from `begin` to `end`; a tile has call.tile rows of one key head, the query heads of one query side by side.
 template <class E>
 void multipole_forward(const MultipoleCall<E>& call, int64_t begin, int64_t end, Wide<E>* scratch) {
   using T = Wide<E>;
-  MultipoleMemory<E> memory{};
+  MultipoleMemory<E> memory(call);
   memory.lay_out(call, scratch);
-  for (int64_t c = 0; c < MultipoleMemory<E>::chunks(call) * kKeyChannels; ++c) memory.whole[c] = 0;
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t i = row % call.queries, head = row / call.queries % call.heads,
-                  item = row / call.queries / call.heads;
-    const int64_t seen = call.seen[item * call.queries + i], near = call.near[item * call.queries + i];
-    if (seen <= 0) {
-      for (int64_t e = 0; e < call.width; ++e) narrow(T(0), call.out + row * call.width + e);
-      call.lse[row] = kNever<T>, call.error[row] = call.read[row] = T(0);
-      continue;
+  for (int64_t c = 0; c < call.tile * memory.chunks * kKeyChannels; ++c) memory.whole[c] = 0;
+  const int64_t kv_heads = call.heads / call.groups, of_unit = call.queries * call.groups;
+  const int64_t tiles = (of_unit + call.tile - 1) / call.tile;
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t unit = tile / tiles, item = unit / kv_heads, kv = unit % kv_heads, from = tile % tiles * call.tile;
+    const int64_t to = from + call.tile < of_unit ? from + call.tile : of_unit;
+    int64_t count = 0;
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t query = i / call.groups, head = kv * call.groups + i % call.groups;
+      const int64_t seen = call.seen[item * call.queries + query], near = call.near[item * call.queries + query];
+      const int64_t out = (item * call.heads + head) * call.queries + query;
+      if (seen <= 0) {
+        for (int64_t e = 0; e < call.width; ++e) narrow(T(0), call.out + out * call.width + e);
+        call.lse[out] = kNever<T>, call.error[out] = call.read[out] = T(0);
+        continue;
+      }
+      int64_t blocks = (near + call.block - 1) / call.block;
+      if (near <= call.sinks) blocks = 0;
+      memory.rows[count++] = {out,  item, head, query, seen, near, blocks < call.blocks ? blocks : call.blocks,
+                              T(0), T(0), T(0), T(0),  T(0)};
     }
-    const E* q = call.q.at(item, head, i);
-    for (int64_t d = 0; d < call.depth; ++d) memory.scaled[d] = widen(q[d]) * call.scale;
-    const int64_t blocks = (near + call.block - 1) / call.block;
-    MultipoleQuery<E>{
-        call, memory, item, head, head / call.groups, seen, near, blocks < call.blocks ? blocks : call.blocks}
-        .answer(row);
+    MultipoleTile<E>{call, memory, unit, kv, count}.answer();
   }
 }
 

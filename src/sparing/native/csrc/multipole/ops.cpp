@@ -66,15 +66,15 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   call.out = static_cast<E*>(out.mutable_data_ptr());
   call.lse = notes.mutable_data_ptr<T>(), call.error = call.lse + b * h * n, call.read = call.error + b * h * n;
   const MultipoleKernels<E>& use = kernels().stored<E>().multipole;
-  // Queries read different numbers of keys: each thread takes the next ones when it is done. One thread takes queries
-  // of one head, whose copies stay in its cache.
-  const int64_t rows = b * h * n, some = std::max<int64_t>(std::min<int64_t>(n, 64), 1);
+  // Queries read different numbers of keys: each thread takes the next tile when it is done.
+  const int64_t threads = torch::stable::get_num_threads(), of_unit = n * call.groups;
+  call.tile = std::clamp<int64_t>((b * h * n + threads - 1) / threads, 1,
+                                  std::min(kMultipoleTile, std::max<int64_t>(of_unit, 1)));
+  const int64_t tiles = b * kv * ((of_unit + call.tile - 1) / call.tile);
   std::atomic<int64_t> next{0};
-  in_parallel<T>(std::min<int64_t>((rows + some - 1) / some, torch::stable::get_num_threads()), 1, use.scratch(call),
-                 [&](int64_t, int64_t, T* scratch) {
-                   for (int64_t begin; (begin = next.fetch_add(some)) < rows;)
-                     use.forward(call, begin, std::min(begin + some, rows), scratch);
-                 });
+  in_parallel<T>(std::min(tiles, threads), 1, use.scratch(call), [&](int64_t, int64_t, T* scratch) {
+    for (int64_t tile; (tile = next.fetch_add(1)) < tiles;) use.forward(call, tile, tile + 1, scratch);
+  });
   return {out, notes};
 }
 
