@@ -70,7 +70,8 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma"))) voi
 #pragma GCC unroll 4
           for (int part = 0; part < kParts; ++part) {
             float* sum = sums + part * kValueChannels;
-            _mm512_storeu_ps(sum, _mm512_fmadd_ps(factor, _mm512_maskz_cvtepi32_ps(0xffff, total[part]), _mm512_loadu_ps(sum)));
+            _mm512_storeu_ps(
+                sum, _mm512_fmadd_ps(factor, _mm512_maskz_cvtepi32_ps(0xffff, total[part]), _mm512_loadu_ps(sum)));
           }
         } else {
           for (int part = 0; part < kParts; ++part) {
