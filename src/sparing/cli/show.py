@@ -21,36 +21,55 @@ GROUP = "sparing.shown"
 
 def add(commands: Any) -> None:
     """Declare the options."""
-    parser = commands.add_parser("show", help="print a JSON file that any of the other commands wrote")
+    parser = commands.add_parser(
+        "show", help="print a JSON file that any of the other commands wrote",
+        description="Print JSON files that the other commands wrote. Of several files the answers come first.",
+    )  # fmt: skip
     parser.set_defaults(run=run)
-    reads(parser, "file", metavar="FILE", help="comparison, plan, recipe, benchmark, study or training run")
+    reads(parser, "file", nargs="+", metavar="FILE", help="comparison, plan, recipe, benchmark, study or training run")
     parser.add_argument("--layers", action="store_true", help="comparison: also print the errors of each layer")
     add_import(parser)
     writes(parser, "--html", metavar="FILE", help="comparison: also write a page that needs no network")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Recognise the file by its content, check it, and print it."""
+    """Recognise each file by its content, check it, and print it."""
     console = console_of()
     from sparing.workbench.comparison.verdict import Comparison
 
+    if options.html and len(options.file) > 1:
+        raise ValueError(f"--html is for one file, and there are {len(options.file)}")
+    shown = [_read(path, options) for path in options.file]
+    for kind, found in shown if len(shown) > 1 else ():
+        if answer := getattr(found, "summary", getattr(found, "reason", None)):
+            console.print(f"{kind.name} of {found.model}: {answer}", style="bold")
+    for path, (kind, found) in zip(options.file, shown, strict=True):
+        if len(shown) > 1:
+            console.print(f"\n{path}")
+        try:
+            if isinstance(found, Comparison):
+                show_comparison(found, options, console=console)
+            else:
+                kind.show(found, console)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+    return 0
+
+
+def _read(path: str, options: argparse.Namespace) -> tuple[Kind, Any]:
+    """Return the content of a file, and its kind."""
     try:
-        held = parse(read_text(options.file, "file", "as the commands of sparing write it"))
+        held = parse(read_text(path, "file", "as the commands of sparing write it"))
     except ValueError as error:
-        raise ValueError(f"{options.file} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     try:
         kind = _kind_of(held)
         for option in ("layers", "html"):
             if getattr(options, option) and kind.name != "comparison":
                 raise ValueError(f"--{option} is for comparisons, and this is a {kind.name}")
-        found = kind.read(held)
-        if isinstance(found, Comparison):
-            show_comparison(found, options, console=console)
-        else:
-            kind.show(found, console)
+        return kind, kind.read(held)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{options.file}: {error}") from None
-    return 0
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _kind_of(held: Any) -> Kind:
