@@ -57,12 +57,15 @@ class MultipolePast(WritableState):
             return None
         before = list(self.counts)
         self.learn(q, k, v, fresh, length)
+        block = self.method.block
+        if self.place is None:  # all items are alike
+            seen = torch.arange(before[0] + 1, self.counts[0] + 1, device=q.device).repeat(q.shape[0], 1)
+            return self.attend(q, k, v, seen, (seen - 1) // block * block)
         seen = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.long)
         for item, count in enumerate(before):
             rows = slice(None) if fresh is None else fresh[item]
             seen[item, rows] = torch.arange(count + 1, self.counts[item] + 1, device=q.device)
-        near = (seen - 1).clamp_min(0) // self.method.block * self.method.block
-        return self.attend(q, k, v, seen, near)
+        return self.attend(q, k, v, seen, (seen - 1).clamp_min(0) // block * block)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, near: Tensor
@@ -127,9 +130,7 @@ class MultipolePast(WritableState):
 
     def _append(self, items: slice, first: int, last: int, k: Tensor, v: Tensor) -> None:
         made = self._packed(k.to(self.wide), v.to(self.wide), first)
-        room = self.copies[0].shape[2]
-        if last > room:
-            more = last + max(last // 8, 2) - room
+        if (more := last - self.copies[0].shape[2]) > 0:  # once in a block: room to spare would only take memory
             self.copies = Packed(_longer(x, axis, more) for x, axis in zip(self.copies, (2, 3, 2, 3), strict=True))
         for old, new, axis in zip(self.copies, made, (2, 3, 2, 3), strict=True):
             if axis == 2:  # scales have low and step in front
