@@ -27,10 +27,35 @@ from tests.support.model_zoo import build, tokens
 KINDS = ["dynamic", "static"]
 MODELS = {"llama": 2, "gpt2": 2, "gemma3": 1}  # and how many layers an index follows
 SMALL_BUDGETS = [SMALL, "window(size=6, sinks=1)"]
+QUESTIONS = tokens(27).unflatten(1, (3, 9)).unbind(1)
 
 
 def counts(handle):
     return {(layer.steps, layer.covered, layer.exact_calls) for layer in handle.statistics(reset=True).layers}
+
+
+def follow(model, given, kind):
+    """The logits of a prompt, a chunk of several tokens and single tokens; a static cache is longer than they need."""
+    ids, mask = given["input_ids"], given["attention_mask"]
+    cache, logits = new_cache(model, kind), []
+    for a, b in [(0, 50), (50, 58), *((i, i + 1) for i in range(58, 80))]:
+        options = {} if mask.all() else {"attention_mask": mask[:, :b]}
+        logits.append(feed(model, ids[:, a:b], cache, **options))
+    return torch.cat(logits, 1)[mask.bool()], cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_of_everything_gives_the_bits_of_the_exact_model(name, kind, padded, dtype):
+    """In 16 bits too: a layer whose budget covers all keys runs the model's own attention on what the model passed."""
+    model, given = build(name).to(dtype), prompt(80, padded=padded)
+    wanted, _ = follow(model, given, kind)
+    for spec in COVERING[:2]:
+        with sparing.approximate(model, spec, when="decode") as handle:
+            assert torch.equal(follow(model, given, kind)[0], wanted)
+            assert counts(handle) == {(0, 23, 1)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -38,17 +63,16 @@ def counts(handle):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_of_everything_generates_the_same_tokens(name, kind, padded, dtype):
+    """Also of prompts in chunks. In 16 bits they may be other tokens than of the whole prompt, with or without sparing."""
     model, given = build(name).to(dtype), prompt(padded=padded)
-    options = {"cache_implementation": None if kind == "dynamic" else kind}
-    wanted = generate(model, given, **options)
-    for spec in COVERING[:2]:
-        with sparing.approximate(model, spec, when="decode") as handle:
+    for chunks, calls in (({}, {(0, NEW - 1, 1)}), ({"prefill_chunk_size": 9}, {(0, NEW + 3, 1)})):
+        options = {"cache_implementation": None if kind == "dynamic" else kind, **chunks}
+        wanted = generate(model, given, **options)
+        with sparing.approximate(model, COVERING[0], when="decode") as handle:
             assert torch.equal(generate(model, given, **options), wanted)
-            assert counts(handle) == {(0, NEW - 1, 1)}
             assert len(handle.statistics().layers) == MODELS[name]
-            if dtype is torch.float32:  # in 16 bits, tokens depend on how many keys SDPA adds up at once
-                assert torch.equal(generate(model, given, **options, prefill_chunk_size=9), wanted)
-    assert torch.equal(generate(model, given, **options), wanted)
+            assert counts(handle) == calls
+        assert torch.equal(generate(model, given, **options), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,21 +81,14 @@ def test_a_budget_of_everything_generates_the_same_tokens(name, kind, padded, dt
 @pytest.mark.parametrize("spec", SMALL_BUDGETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_static_and_dynamic_caches_give_the_same_logits(name, spec, padded, when, dtype):
-    """Prompt, a chunk of several tokens and single tokens; the static cache is longer than they need."""
     model, given = build(name).to(dtype), prompt(80, padded=padded)
-    ids, mask = given["input_ids"], given["attention_mask"]
     found = {}
     for kind in KINDS:
         with sparing.approximate(model, spec, when=when) as handle:
-            cache, logits = new_cache(model, kind), []
-            for a, b in [(0, 50), (50, 58), *((i, i + 1) for i in range(58, 80))]:
-                options = {"attention_mask": mask[:, :b]} if padded else {}
-                logits.append(feed(model, ids[:, a:b], cache, **options))
-            found[kind] = torch.cat(logits, 1)
+            found[kind], cache = follow(model, given, kind)
             assert counts(handle) == {(23, 0, 0) if when == "always" else (22, 0, 2)}
             assert sum(index is not None and index.length == 80 for index in indices(cache)) == MODELS[name]
-    valid = mask.bool()
-    torch.testing.assert_close(found["static"][valid], found["dynamic"][valid], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["static"], found["dynamic"], rtol=0, atol=1e-5)
 
 
 def test_a_static_cache_is_read_where_it_is():
@@ -184,29 +201,46 @@ def test_a_conversation_continues_the_cache_that_generate_returned(name, kind, d
         assert {layer.steps for layer in handle.statistics().layers} == {3 * (NEW - 1) + 2}
 
 
+def answer(model, cache, question):
+    """The logits of a question in one chunk and single tokens."""
+    parts = [(0, 6), (6, 7), (7, 8), (8, 9)]
+    return torch.cat([feed(model, question[:, a:b], cache) for a, b in parts], 1)
+
+
+def answers(model, kind):
+    """The logits of several questions, each to a copy of the prompt's cache."""
+    shared = new_cache(model, kind)
+    feed(model, tokens(50), shared)
+    found = [answer(model, copy.deepcopy(shared), question) for question in QUESTIONS]
+    assert shared.get_seq_length() == 50
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("spec", SMALL_BUDGETS)
 def test_copies_of_a_prompt_answer_several_questions(spec, inference, kind):
-    model, ids, questions = build("llama"), tokens(50), tokens(27).unflatten(1, (3, 9)).unbind(1)
-
-    def answer(cache, question):
-        logits = [
-            feed(model, question[:, :6], cache),
-            *(feed(model, question[:, i : i + 1], cache) for i in range(6, 9)),
-        ]
-        return torch.cat(logits, 1)
-
+    model = build("llama")
     with torch.inference_mode(inference), sparing.approximate(model, spec) as handle:
-        shared = new_cache(model, kind)
-        feed(model, ids, shared)
-        found = [answer(copy.deepcopy(shared), question) for question in questions]
-        assert shared.get_seq_length() == 50
-        for question, logits in zip(questions, found, strict=True):
+        found = answers(model, kind)
+        for question, logits in zip(QUESTIONS, found, strict=True):
             own = new_cache(model, kind)
-            feed(model, ids, own)
-            assert torch.equal(answer(own, question), logits)
+            feed(model, tokens(50), own)
+            assert torch.equal(answer(model, own, question), logits)
         assert handle.statistics().total.exact_calls == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_copies_of_a_prompt_give_the_bits_of_the_exact_model_at_full_budget(inference, kind, dtype):
+    model = build("gemma3").to(dtype)
+    with torch.inference_mode(inference):
+        wanted = answers(model, kind)
+        with sparing.approximate(model, COVERING[0], when="decode") as handle:
+            found = answers(model, kind)
+            assert counts(handle) == {(0, 3 * 4, 1)}
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_layers_that_are_not_approximated_share_a_static_cache():
@@ -252,6 +286,21 @@ def test_a_cache_that_was_filled_before_gets_an_index_from_its_keys(spec, kind, 
         found = torch.cat([run(late, 40, 45), *(run(late, i, i + 1) for i in range(45, 60))], 1)
         assert counts(handle) == {(15, 0, 1)}
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_that_was_filled_before_gives_the_bits_of_the_exact_model_at_full_budget(name, kind, dtype):
+    model = build(name).to(dtype)
+    plain = new_cache(model, kind)
+    feed(model, tokens(50), plain)
+    cache = copy.deepcopy(plain)
+    wanted = answer(model, plain, QUESTIONS[0])
+    with sparing.approximate(model, COVERING[0], when="decode") as handle:
+        assert torch.equal(answer(model, cache, QUESTIONS[0]), wanted)
+        assert counts(handle) == {(0, 4, 0)}
+        assert sum(index is not None and index.length == 59 for index in indices(cache)) == MODELS[name]
 
 
 def test_an_index_catches_up_with_tokens_of_the_restored_model():

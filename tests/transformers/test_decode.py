@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import sparing
-from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, prompt, started
+from tests.support.decoding import COVERING, MODELS, NEW, SMALL, feed, generate, new_cache, prompt, started
 from tests.support.model_zoo import TOKENS, build, tokens
 
 WAYS = {
@@ -238,17 +239,28 @@ def test_a_gradient_through_a_cache_is_exact():
         assert handle.statistics().layers[0].steps == 0
 
 
-def test_compiled_models_run_and_decode_exactly():
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_compiled_models_decode_exactly_and_say_so(kind):
+    """In one graph. It serves a second handle with the same method, which shows the reason but does not warn."""
     model, ids = build("llama"), tokens(40)
-    plain = DynamicCache(config=model.config)
-    wanted = [feed(model, ids[:, :30], plain), feed(model, ids[:, 30:31], plain)]
-    with sparing.approximate(model, SMALL, when="decode"):
-        compiled = torch.compile(model, backend="eager")
-        cache = DynamicCache(config=model.config)
-        found = [feed(compiled, ids[:, :30], cache), feed(compiled, ids[:, 30:31], cache)]
+
+    def run(model):
+        cache = new_cache(model, kind)
+        return [feed(model, ids[:, :30], cache), *(feed(model, ids[:, i : i + 1], cache) for i in range(30, 33))]
+
+    wanted, compiled = run(model), torch.compile(model, fullgraph=True, backend="eager")
+    told = pytest.warns(UserWarning, match=r"layers\.0.*: the model is compiled; run it without torch\.compile")
+    for first in (True, False):
+        with sparing.approximate(model, SMALL, when="decode") as handle, told if first else nullcontext() as warned:
+            for a, b in zip(run(compiled), wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+            assert not first or len(warned) == 1
+            reasons = [layer.exact_reasons for layer in handle.statistics(reset=True).layers]
+            assert reasons == [{"the model is compiled": 1}] * 2
+            assert "ran exact attention" not in repr(handle), "the counts were reset"
+            run(compiled)
+            assert "tokens that continued a cache ran exact attention: the model is compiled" in repr(handle)
     torch._dynamo.reset()
-    for a, b in zip(found, wanted):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 def test_statistics_count_prompts_and_steps():

@@ -13,7 +13,7 @@ from transformers.cache_utils import QuantizedLayer
 import sparing
 from sparing.transformers import reasons
 from sparing.transformers.cache import indexed_layer
-from tests.support.decoding import SMALL, feed, generate, indices, new_cache, prompt
+from tests.support.decoding import DTYPES, NEW, SMALL, feed, generate, indices, new_cache, prompt
 from tests.support.model_zoo import build, tokens
 
 QUANTISED = "the cache is quantised"
@@ -67,6 +67,30 @@ def test_a_reason_is_warned_of_once_per_handle_and_shown_for_every_layer():
             feed(model, ids[:, 53:54], cache)  # another token does not warn again
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_quantised_caches_generate_the_same_tokens_and_say_why(backend, dtype):
+    model, given = build("llama").to(dtype), prompt(padded=False)
+    options = {} if backend == "fp8" else {"q_group_size": 16, "residual_length": 16}
+    if backend == "hqq":
+        options |= {"axis_key": 1, "axis_value": 1}
+
+    def run():
+        return generate(model, given, past_key_values=transformers.QuantizedCache(backend, model.config, **options))
+
+    if backend == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this version of transformers has no such backend")
+    try:
+        wanted = run()
+    except ImportError as error:
+        pytest.skip(f"the backend is not installed: {error}")
+    with sparing.approximate(model, SMALL, when="decode") as handle:
+        with pytest.warns(UserWarning, match=QUANTISED) as told:
+            assert torch.equal(run(), wanted)
+        assert len(told) == 1
+        assert [layer.exact_reasons for layer in handle.statistics().layers] == [{QUANTISED: NEW - 1}] * 2
 
 
 def test_prompts_alone_and_exact_layers_say_nothing():

@@ -17,14 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    EncoderDecoderCache,
-    QuantizedLayer,
-    StaticLayer,
-)
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from sparing.index import Index
 from sparing.transformers import reasons
@@ -264,6 +258,8 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
         self._crop_index()
 
 
+#: Older versions have a class for layers that quantise in groups alone.
+_Quantised: type = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 _KINDS: dict[type, type[IndexedLayer]] = {DynamicLayer: IndexedDynamicLayer, StaticLayer: IndexedStaticLayer}
 
 
@@ -283,7 +279,7 @@ def indexed_layer(cache: Cache, number: int) -> IndexedLayer | Reason:
         layer = cache.layers[number] = _KINDS[type(layer)].from_layer(layer, number)
     if isinstance(layer, IndexedLayer):
         return layer
-    return reasons.QUANTISED if isinstance(layer, QuantizedLayer) else reasons.cache_layer(type(layer).__name__)
+    return reasons.QUANTISED if isinstance(layer, _Quantised) else reasons.cache_layer(type(layer).__name__)
 
 
 def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -75,15 +75,16 @@ class Handle:
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts of what the approximated layers have run so far: calls, sampling rates, FLOPs; no times.
 
-        `print(handle.statistics())` shows a table. Runs of a compiled model are not counted.
+        `print(handle.statistics())` shows a table. Runs of a compiled model are not counted, but for the reason why its
+        tokens run exact attention, which counts as one call.
 
         reset: set all counts to zero afterwards.
         """
         layers = []
         for index, settings in self._settings.items():
-            layers.append(LayerStatistics(self._layers[index].name, settings.method, settings.tally.count_pending()))
+            layers.append(LayerStatistics(self._layers[index].name, settings.method, settings.counted()))
             if reset:
-                settings.tally = Tally()
+                settings.tally, settings.graph_reason = Tally(), None
         return Statistics(tuple(copy.deepcopy(layer) for layer in layers))
 
     def __enter__(self) -> Handle:
@@ -122,7 +123,7 @@ class Handle:
     def _reasons(self, layer: AttentionLayer) -> str:
         """Return why tokens that continued a cache ran exact attention in a layer; "" if none did."""
         settings = self._settings.get(layer.index)
-        return "" if settings is None else "; ".join(settings.tally.reasons)
+        return "" if settings is None else "; ".join(settings.counted().reasons)
 
     def _phases(self) -> list[str]:
         """Return lines that say what causal layers do with prompts, and with tokens that continue a cache."""

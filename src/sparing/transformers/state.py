@@ -7,11 +7,13 @@ state is found by the config object, and not through a model.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from sparing.contract import Method, Projection
@@ -54,6 +56,7 @@ class LayerSettings:
     from_config: bool = False  #: read from the config's recipe, and not set by `approximate()`
     tally: Tally = field(default_factory=Tally)
     warned: set[str] = field(default_factory=set)  #: reasons that were warned about, in all layers of the handle
+    graph_reason: str | None = None  #: why a compiled graph, whose calls are not counted, ran exact attention
     observer: Callable[[ObservedCall], None] | None = None  #: gets every call, which then runs exact attention
     exact: bool = field(init=False)  #: the method is exact attention
 
@@ -64,6 +67,23 @@ class LayerSettings:
     def decodes(self) -> bool:
         """Whether tokens that continue a cache are approximated."""
         return self.when != "prefill" and self.method.supports.decode
+
+    def counted(self) -> Tally:
+        """Return the tally, with all steps counted; the reason of a compiled graph counts as one call."""
+        if self.graph_reason is not None:
+            self.tally.reasons.setdefault(self.graph_reason, 1)
+        return self.tally.count_pending()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile runs it while it traces
+    def warn_once(self, layer: str, reason: str, way_out: str) -> None:
+        """Warn that tokens which continue a cache run exact attention, once per handle and reason."""
+        if reason not in self.warned:
+            self.warned.add(reason)
+            warnings.warn(
+                f"{layer}: tokens that continue a cache run exact attention although {self.method} was asked for: "
+                f"{reason}; {way_out}",
+                stacklevel=2,
+            )
 
     def streams(self, heads: int) -> list[int]:
         """Return the random streams of the key-value heads, which no other layer of the model uses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,15 @@ INDEXED = (torch.float32, torch.float64)
 INDEXED_16BIT = (*INDEXED, torch.bfloat16, torch.float16)
 
 
+class Given(NamedTuple):
+    """Arguments as the model passed them, with the empty positions of a static cache."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    position_bias: Tensor | None
+
+
 @dataclass(eq=False)
 class ModelCall:
     """The arguments of a call and the settings of its layer. All handlers take it and return [B, n_q, H, e]."""
@@ -30,7 +39,7 @@ class ModelCall:
     tracing: bool  #: torch.compile traces the call
     is_first: bool  #: the layer's state was made for this call, so that `prepare_cache` has not seen its cache
     layer: IndexedLayer | None  #: of the cache, if sparing can keep an index beside it
-    cached_key: Tensor  #: `key` as the model passed it
+    given: Given
     query: Tensor  #: [B, H, n_q, d]
     key: Tensor  #: [B, H_kv, n_k, d], without the empty positions of a static cache
     value: Tensor | Projection  #: [B, H_kv, n_k, e]
@@ -49,10 +58,10 @@ def obstacle(call: ModelCall) -> Reason | None:
     q, k, v, settings = call.query, call.key, call.value, call.settings
     assert settings is not None
     assert isinstance(v, Tensor)
-    if call.tracing:
-        return reasons.COMPILED
     if not settings.method.supports.decode:
         return reasons.method(settings.method.name)
+    if call.tracing:
+        return reasons.COMPILED
     if call.position_bias is not None:
         return reasons.POSITION_BIAS
     if call.state.window is not None:

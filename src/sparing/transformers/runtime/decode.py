@@ -32,7 +32,7 @@ def decode(call: ModelCall) -> Tensor:
     if method.covers(n_k):
         index.append(query, key, value, keep)
         settings.tally.add_step(method, query, key, value, keep, None)
-        return exact(call, count=False)
+        return exact(call, count=False, as_given=True)
     if n_q > 1 and settings.when == "decode":  # a chunk of a prompt
         index.append(query, key, value, keep)
         return exact(call)

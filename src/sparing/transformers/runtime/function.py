@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sparing.transformers.cache import find_layer
 from sparing.transformers.runtime import refusals
 from sparing.transformers.runtime.by_name import state_by_name
-from sparing.transformers.runtime.call import ModelCall
+from sparing.transformers.runtime.call import Given, ModelCall
 from sparing.transformers.runtime.decode import decode
 from sparing.transformers.runtime.exact import exact
 from sparing.transformers.runtime.masks import cut_mask, hides_rest, mask_function, read_mask
@@ -53,7 +53,7 @@ def attention_function(
     stays_exact = settings is None or settings.exact
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     layer = None if tracing else find_layer(module, state, key, value)
-    cached_key, n_q, filled = key, query.shape[2], key.shape[2]
+    given, n_q, filled = Given(key, value, attention_mask, position_bias), query.shape[2], key.shape[2]
     if layer is not None:
         filled = layer.filled
     elif looks_back and 1 < n_q < filled and not stays_exact and hides_rest(attention_mask, written_out=known is None):
@@ -66,7 +66,7 @@ def attention_function(
     mask = read_mask(attention_mask, n_q, n_k, looks_back=looks_back, simplify=simplify)
     call = ModelCall(
         module=module, state=state, settings=settings, tracing=tracing, is_first=known is None, layer=layer,
-        cached_key=cached_key, query=query, key=key,
+        given=given, query=query, key=key,
         value=read_projection(module, state, value, query) if state.projects else value,
         mask=mask, is_causal=is_causal, dropout=dropout, scale=scaling, position_bias=position_bias, others=others,
         continues=(n_q == 1 and n_k > 1) or (n_q < n_k and mask.written_out and not state.cross),

@@ -23,13 +23,17 @@ def prefill(call: ModelCall) -> Tensor:
         if known and call.mask.n_q == call.mask.n_k:
             index = new_index(settings, key, call.scale)
             past = index.begin(query, key, value)  # the prompt's attention may store results there
-    out = exact(call) if settings.when == "decode" else run_call(call, past)
+    out = (
+        exact(call, as_given=settings.method.covers(call.mask.n_k))
+        if settings.when == "decode"
+        else run_call(call, past)
+    )
     if index is not None:
         index.append(query, key, value, keep)
         if layer is not None:
             layer.set_index(index)
         else:
-            attach_index(call.module, call.cached_key, index)
+            attach_index(call.module, call.given.key, index)
     return out
 
 
