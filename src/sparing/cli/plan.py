@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--metric", metavar="NAME",
-        help="how the change is measured. Encoders: cosine. Language models: perplexity, agreement. Classifiers: "
-        "probability, agreement. Default: the first",
+        help="how the change is measured. Encoders: cosine. Language models: perplexity, agreement; for "
+        "generation also needle. Classifiers: probability, agreement. Default: the first",
     )  # fmt: skip
     parser.add_argument(
         "--coverage", type=float, default=0.9, metavar="X",
@@ -44,6 +44,12 @@ def add(commands: Any) -> None:
         "--seed", type=int, default=0, metavar="N",
         help="seed of the draw and split of documents, and of stochastic methods (default: 0)",
     )  # fmt: skip
+    parser.add_argument(
+        "--when", choices=("prefill", "decode", "always"),
+        help="language models: plan prompts, layer by layer (prefill, the default), tokens that continue them "
+        "(decode), or both (always)",
+    )  # fmt: skip
+    parser.add_argument("--context", type=int, metavar="N", help="plan tokens that continue N others (default: 2000)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="number of timed rounds (default: 7)")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="number of processes that run documents (default: one per core)"
@@ -71,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
             options.model, texts, tolerance=options.tolerance, metric=options.metric, objective=options.objective,
             coverage=options.coverage, confidence=options.confidence, methods=specs, length=options.length,
             documents=options.documents, extend_positions=options.extend_positions, seed=options.seed,
-            rounds=options.rounds, jobs=options.jobs, cache=cache_of(options), progress=progress,
+            rounds=options.rounds, when=options.when, context=options.context, dtype=options.dtype,
+            jobs=options.jobs, cache=cache_of(options), progress=progress,
         )  # fmt: skip
     console = console_of()
     try:

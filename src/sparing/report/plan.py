@@ -39,8 +39,12 @@ def _figures(plan: Plan) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
-    likely = f"with {_percent(promise.confidence)} confidence at least {_percent(promise.coverage)} of documents like"
-    table.add_row("promise", f"{likely} these change by {_percent(promise.tolerance)} at most ({plan.words})")
+    likely = f"with {_percent(promise.confidence)} confidence at least {_percent(promise.coverage)} of"
+    if plan.metric == "needle":
+        table.add_row("promise", f"{likely} the facts that exact attention finds in its context are kept")
+    else:
+        what = "documents like these" if plan.damages or plan.recipe.when == "prefill" else "continuations like these"
+        table.add_row("promise", f"{likely} {what} change by {_percent(promise.tolerance)} at most ({plan.words})")
     for found in plan.checks:
         table.add_row("held out", _said(found, plan, f" ({_percent(found.most)} of all at most)"))
     if plan.calibration is not None:
@@ -54,6 +58,8 @@ def _figures(plan: Plan) -> Table:
 
 
 def _said(found: StepFigures, plan: Plan, bound: str = "") -> str:
+    if plan.metric == "needle":
+        return f"step {found.step} of {plan.steps}: {found.violations} of {found.documents} facts lost{bound}"
     return (
         f"step {found.step} of {plan.steps}: {found.violations} of {found.documents} beyond{bound}; "
         f"mean {_percent(found.mean)}, worst {_percent(found.worst)}"
@@ -72,12 +78,16 @@ def _layers(plan: Plan) -> Table:
     rows = plan.records()
     for spec in dict.fromkeys(row["method"] for row in rows):
         members = [row for row in rows if row["method"] == spec]
-        gain, damage = speeds.get(spec), sum(row["damage"] for row in members)
+        gain = speeds.get(spec)
+        damage = _percent(sum(row["damage"] for row in members)) if plan.damages and spec != "exact" else ""
         table.add_row(
             together([row["layer"] for row in members]), spec,
-            "" if gain is None else f"{gain.median:.2f}x", "" if spec == "exact" else _percent(damage),
+            "" if gain is None else f"{gain.median:.2f}x", damage,
         )  # fmt: skip
     what = "speed" if plan.objective == "time" else "memory"
+    if not plan.damages:
+        table.caption = "Attention: speed of a generated token against exact attention, above 1 is better."
+        return table
     table.caption = (
         f"Attention: {what} of a call against exact attention, above 1 is better. Damage: change at the end of the "
         "model where one such layer alone is approximated, summed over the layers."

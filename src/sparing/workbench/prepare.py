@@ -73,9 +73,7 @@ def prepare(
         raise ValueError(f"documents={documents} must be at least 1")
     if length is not None and length < 2:
         raise ValueError(f"length={length} must be at least 2")
-    subject = _subject(model, tokenizer, dtype)
-    if is_approximated(subject.model):
-        raise ValueError("model: it is approximated already and would be compared with itself; restore it first")
+    subject = subject_of(model, tokenizer, dtype)
     limit, new = subject.positions, None
     if length is not None and limit is not None and length > limit:
         if not extend:
@@ -152,6 +150,14 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def subject_of(model: Any, tokenizer: Any, dtype: str) -> Subject:
+    """Return the model to measure, loaded if it is a name; raise if it is approximated already."""
+    found = _subject(model, tokenizer, dtype)
+    if is_approximated(found.model):
+        raise ValueError("model: it is approximated already and would be compared with itself; restore it first")
+    return found
 
 
 def _subject(model: Any, tokenizer: Any, dtype: str) -> Subject:

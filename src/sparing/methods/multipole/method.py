@@ -30,7 +30,9 @@ from sparing.methods.multipole.past import MultipolePast
 
 _SCORES = 2**22  # logits that are held at once
 _MOST_VARIANCE = 4.0  # of a logit, that its weight is corrected for
-_LIGHT = 2.0**-20  # groups that weigh less than this share of the keys that are read, divided by their number, are left out
+_LIGHT = (
+    2.0**-20
+)  # groups that weigh less than this share of the keys that are read, divided by their number, are left out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,8 +120,11 @@ class Prompt(NamedTuple):
 
 
 @torch.no_grad()
-def read_prompt(model: Any, ids: Tensor, tokens: int) -> Prompt:
-    """Read a passage [n] but for its last `tokens` + 1 tokens, and run these in one call."""
+def read_prompt(model: Any, ids: Tensor, tokens: int, *, exact_cache: str | None = None) -> Prompt:
+    """Read a passage [n] but for its last `tokens` + 1 tokens, and run these in one call.
+
+    exact_cache: one of `CACHES`; None finds the faster.
+    """
     ids = ids.to(model.device)
     first, following = ids[: -tokens - 1], ids[-tokens - 1 :]
     out, spent = _run(model, first, None, _STOCK, 1)
@@ -129,21 +132,36 @@ def read_prompt(model: Any, ids: Tensor, tokens: int) -> Prompt:
     out, _ = _run(model, following[:-1], copied(model, cache, len(first)), _STOCK, tokens)
     logits = out.logits[0].double()
     losses = tuple(cross_entropy(logits, following[1:], reduction="none").tolist())
-    spans: dict[str, list[float]] = {kind: [] for kind in CACHES}
-    caches = {kind: copied(model, cache, len(first), kind, room=_RACED + 1) for kind in CACHES}
-    for number in range(min(_RACED, tokens)):
-        for kind in CACHES:
-            _, taken = _run(model, following[number : number + 1], caches[kind], _STOCK, 1)
-            spans[kind].append(taken.whole)
-    better = min(CACHES, key=lambda kind: statistics.median(spans[kind][1:] or spans[kind]))
+    better = _faster_cache(model, cache, following) if exact_cache is None else exact_cache
     return Prompt(ids, cache, spent, following, losses, tuple(logits.argmax(-1).tolist()), better)
 
 
+def _faster_cache(model: Any, cache: Any, following: Tensor) -> str:
+    length = cache.get_seq_length()
+    spans: dict[str, list[float]] = {kind: [] for kind in CACHES}
+    caches = {kind: copied(model, cache, length, kind, room=_RACED + 1) for kind in CACHES}
+    for token in following[:-1][:_RACED]:
+        for kind in CACHES:
+            _, taken = _run(model, token.view(1), caches[kind], _STOCK, 1)
+            spans[kind].append(taken.whole)
+    return min(CACHES, key=lambda kind: statistics.median(spans[kind][1:] or spans[kind]))
+
+
+class Continuation(NamedTuple):
+    """The true tokens after a prompt, with a method."""
+
+    cache: Any
+    spent: _Spent  #: by the prompt
+    losses: tuple[float, ...]
+    same: tuple[bool, ...]  #: whether the most likely next token is the stock model's
+    keys_read: float | None  #: share of the keys
+
+
 @torch.no_grad()
-def continue_prompt(
+def run_continuation(
     model: Any, prompt: Prompt, what: str | Method, *, when: str = "decode", seed: int = 0
-) -> PassageCosts:
-    """Run the continuation of a prompt token by token with the method; then time it and the stock model in turn."""
+) -> Continuation:
+    """Run the continuation of a prompt token by token with the method."""
     n, first = prompt.length, prompt.ids[: prompt.length]
     method = _method(what)
     if not method.supports.decode:  # with when="always" its tokens would run exact attention
@@ -167,17 +185,26 @@ def continue_prompt(
         counted = handle.statistics()
         if reasons := sorted({reason for layer in counted.layers for reason in layer.exact_reasons}):
             raise Unsupported(f"{method} leaves tokens exact: {'; '.join(reasons)}")
-        share = counted.total.share_read
+    same = tuple(a == b for a, b in zip(prompt.next, found, strict=True))
+    return Continuation(cache, spent, tuple(losses), same, counted.total.share_read)
+
+
+@torch.no_grad()
+def continue_prompt(
+    model: Any, prompt: Prompt, what: str | Method, *, when: str = "decode", seed: int = 0
+) -> PassageCosts:
+    """Run the continuation of a prompt with the method; then time its tokens and those of the stock model in turn."""
+    found = run_continuation(model, prompt, what, when=when, seed=seed)
+    cache, spent, n = found.cache, found.spent, prompt.length
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     beside = sum(tensor_bytes(layer.index) for layer in cache.layers if isinstance(layer, IndexedLayer))
     cache.crop(n - cache.get_seq_length())
-    slow, fast = _in_turn(model, prompt, n, cache, method, seed, min(_TIMED, len(losses)))
+    slow, fast = _in_turn(model, prompt, n, cache, _method(what), seed, min(_TIMED, len(found.losses)))
     return PassageCosts(
-        prompt.losses, tuple(losses), tuple(a == b for a, b in zip(prompt.next, found, strict=True)), share,
-        prompt.exact_cache, statistics.median(x.whole for x in slow), statistics.median(x.whole for x in fast),
-        _ratios(slow, fast), statistics.median(x.attention for x in slow),
-        statistics.median(x.attention for x in fast), prompt.spent.whole, spent.whole, prompt.spent.attention,
-        spent.attention, held, beside,
+        prompt.losses, found.losses, found.same, found.keys_read, prompt.exact_cache,
+        statistics.median(x.whole for x in slow), statistics.median(x.whole for x in fast), _ratios(slow, fast),
+        statistics.median(x.attention for x in slow), statistics.median(x.attention for x in fast),
+        prompt.spent.whole, spent.whole, prompt.spent.attention, spent.attention, held, beside,
     )  # fmt: skip
 
 

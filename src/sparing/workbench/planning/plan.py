@@ -13,15 +13,18 @@ from sparing.contract import method as _method
 from sparing.documents import Documents, default
 from sparing.models import Subject
 from sparing.store import Store
-from sparing.workbench.comparison.ladder import ladder
+from sparing.transformers.recipe import WHEN
+from sparing.workbench.comparison.generation import CONTEXTS, MODES, contexts_for
+from sparing.workbench.comparison.ladder import generation_ladder, ladder
 from sparing.workbench.machine import machine
 from sparing.workbench.metrics import Metric, metrics_of
 from sparing.workbench.planning import clock
 from sparing.workbench.planning.context import PlanGoal
+from sparing.workbench.planning.generating import GENERATION_METRICS, GenerationPlanner
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Plan
 from sparing.workbench.planning.steps import Planner
-from sparing.workbench.prepare import Prepared, evaluating, fingerprint, prepare
+from sparing.workbench.prepare import Prepared, evaluating, fingerprint, prepare, subject_of
 
 #: The default number: 47 are held out, and one of these may be beyond the tolerance. Of 60, none of 40 could be.
 DOCUMENTS = 70
@@ -43,6 +46,9 @@ def plan(
     extend_positions: bool = False,
     seed: int = 0,
     rounds: int = 7,
+    when: str | None = None,
+    context: int | None = None,
+    dtype: str = "auto",
     cache: str | Path | Store | None = None,
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
@@ -53,7 +59,10 @@ def plan(
     model: a preset ("minilm", "smollm2"), a folder, a name on the hub, or a model object with its `tokenizer`.
     texts: documents; None: Python's help topics. documents: how many to draw from them; None: 70, or all there are.
     metric: "cosine" for an encoder, "perplexity" or "agreement" for a language model, "probability" or "agreement" for
-        a classifier, which all tell the change of one document; None: the first.
+        a classifier, which all tell the change of one document; None: the first. "needle" for generation: a share
+        `coverage` of the facts of the context that exact attention finds is kept.
+    when: "prefill" (None) plans prompts, layer by layer. "decode" and "always" plan the tokens that continue a prompt
+        of `context` tokens (None: 2000), with one method for all layers; "needle" means "decode" unless this is given.
     objective: "time", or "memory" for the peak of a run.
     methods: specs; None: every training-free method that fits, with a few budgets.
     length, extend_positions, cache, jobs: as for `compare`.
@@ -73,12 +82,28 @@ def plan(
     for name, wrong in (("texts", texts), ("methods", methods)):
         if isinstance(wrong, str):
             raise ValueError(f"{name}={wrong[:40]!r} must be a list, not one string")
+    when = "decode" if when is None and metric == "needle" else when
+    if when not in (None, *WHEN):
+        raise ValueError(f"when={when!r} is not one of {', '.join(WHEN)}")
     named = None if methods is None else _usable(methods)
     data = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
+    if when in MODES:
+        return _generating(
+            subject_of(model, tokenizer, dtype), data, promise, named, metric, when, context, documents, seed,
+            objective, cache, progress,
+        )  # fmt: skip
+    if context is not None:
+        raise ValueError(f"context={context} is for generation: pass when='decode' or 'always'")
     drawn = _drawn(data, DOCUMENTS if documents is None else documents, seed)
     promise.refuse_few(len(drawn))
     given = prepare(
-        model, drawn, tokenizer=tokenizer, length=length, documents=max(len(drawn), 1), extend=extend_positions
+        model,
+        drawn,
+        tokenizer=tokenizer,
+        length=length,
+        documents=max(len(drawn), 1),
+        extend=extend_positions,
+        dtype=dtype,
     )
     given = _distinct(given, data)
     promise.refuse_few(len(given.rows))
@@ -90,6 +115,29 @@ def plan(
     with evaluating(given.subject.model):
         goal = PlanGoal(promise, chosen, objective, seed, rounds)
         return Planner(given, goal, store, here, progress).plan(specs, workers)
+
+
+def _generating(
+    subject: Subject, data: Documents, promise: Promise, named: list[str] | None, metric: str | None, when: str,
+    context: int | None, documents: int | None, seed: int, objective: str, cache: str | Path | Store | None,
+    progress: Callable[[str, int, int], None],
+) -> Plan:  # fmt: skip
+    """Plan the tokens that continue a prompt."""
+    chosen = "perplexity" if metric is None else metric
+    if chosen not in GENERATION_METRICS:
+        raise ValueError(f"metric={metric!r} is not one of {', '.join(GENERATION_METRICS)}, which generation has")
+    if objective != "time":
+        raise ValueError(f"objective={objective!r}: with when={when!r} a plan saves time; use objective='time'")
+    if documents is not None and documents < 3:
+        raise ValueError(f"documents={documents} must be at least 3: some calibrate, others are held out")
+    (length,) = contexts_for(subject, data.texts, [CONTEXTS[0] if context is None else context])
+    store, here = Store.of(cache), machine()
+    store.prepare()
+    planner = GenerationPlanner(
+        subject, data, promise, store, here, metric=chosen, when=when, seed=seed, progress=progress
+    )
+    with evaluating(subject.model):
+        return planner.plan(named or list(generation_ladder(length)), length, documents, DOCUMENTS)
 
 
 def _drawn(data: Documents, count: int, seed: int) -> Documents:

@@ -85,6 +85,54 @@ def not_held(checks: Sequence[StepFigures], promise: Promise) -> str:
     )
 
 
+def no_token(candidates: Sequence[Candidate], context: int) -> str:
+    """Say that no candidate makes a generated token faster."""
+    raced = [(one.gain.median, one.method) for one in candidates if one.gain is not None]
+    if not raced:
+        return f"{KEEP}no candidate can continue a cache of this model."
+    speed, best = max(raced)
+    return f"{KEEP}no candidate's tokens are faster after {context} others here (best: {best}, {speed:.2f}x as fast)."
+
+
+def no_mild(last: StepFigures, metric: str) -> str:
+    """Say that calibration cases allow no candidate."""
+    if metric == "needle":
+        return (
+            f"{KEEP}no candidate keeps enough facts; the mildest loses {last.violations} of {last.documents} in "
+            "calibration contexts."
+        )
+    return (
+        f"{KEEP}no candidate leaves enough room within the tolerance; the mildest changes {last.documents} calibration "
+        f"passages by {last.mean:.2%} on average, {last.worst:.2%} at worst."
+    )
+
+
+def token_not_held(seen: StepFigures, promise: Promise, metric: str) -> str:
+    """Say that held-out cases do not confirm what calibration cases allowed."""
+    if metric == "needle":
+        return (
+            f"{KEEP}held-out contexts do not show the promise: {seen.violations} of {seen.documents} facts are lost, "
+            f"so that {seen.most:.1%} of all may be."
+        )
+    return not_held([seen], promise)
+
+
+def token_success(plan: Plan) -> str:
+    """Say what a recipe for generation does and gains."""
+    held, gain = plan.held_out, plan.gain
+    assert held is not None
+    assert gain is not None
+    kept = held.documents - held.violations
+    if plan.metric == "needle":
+        said = f"{kept} of {held.documents} facts in held-out contexts are kept (at least {1 - held.most:.0%})"
+    else:
+        said = f"{kept} of {held.documents} held-out passages stay within {plan.promise.tolerance:.2%} ({plan.words})"
+    return (
+        f"Approximate {len(plan.recipe.layers)} of {len(plan.layers)} attention layers with when={plan.recipe.when!r}: "
+        f"{said}, and a token after {plan.tokens} others is {how_much(gain, plan.objective)}."
+    )
+
+
 def success(plan: Plan) -> str:
     """Say what the recipe does and gains."""
     held, gain = plan.held_out, plan.gain
