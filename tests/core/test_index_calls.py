@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 
 import sparing
 from sparing.quarantine import limit_of
+from sparing.workbench import memory
 from tests.support.growing_sequences import EVERY, KINDS, MULTIPOLE, Sequence, at_once, grow, sequence, valid_rows
+from tests.support.kernel_checks import needs_kernels
 
 
 @KINDS
@@ -94,14 +98,44 @@ def test_seeds():
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(spec, dtype):
-    """Computed in float32: a step errs by the rounding of its output."""
+    """Computed in float32: steps, and the same rows at once, err by the rounding of their output."""
     x = sequence(heads=4, kv_heads=2)
     x = Sequence(*(y.to(dtype) for y in x[:3]))
     wide = Sequence(*(y.float() for y in x[:3]))
     out, _ = grow(sparing.Index(spec, seed=3), x, 50, 7)
     assert out.dtype == dtype
     wanted, _ = grow(sparing.Index(spec, seed=3), wide, 50, 7)
-    torch.testing.assert_close(out.float(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.float(), wanted, rtol=2 * rounding, atol=1e-6)
+    torch.testing.assert_close(out, at_once(x, spec).output, rtol=2 * rounding, atol=1e-6)
+
+
+PEAKS = """
+import torch, sparing
+from sparing.workbench import memory
+
+n = 32768
+for dtype in (torch.bfloat16, torch.float16):
+    for spec in ("multipole", "window(size=256, sinks=4)", "top_keys(keys=8)"):
+        k, v = (torch.randn(1, 2, n + 2, 64).to(dtype) for _ in range(2))
+        q, index = torch.randn(1, 6, 2, 64).to(dtype), sparing.Index(spec)
+        index.adopt(k[:, :, :n], v[:, :, :n], heads=6)
+        index.attention(q[:, :, :1], k[:, :, :-1], v[:, :, :-1])
+        peak = memory.peak_extra_bytes(lambda: index.attention(q[:, :, 1:], k, v))
+        print(peak / (k.numel() * k.element_size()))
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(not memory.can_measure(), reason="this system does not tell a peak of memory")
+def test_a_step_takes_a_small_part_of_the_memory_of_a_16_bit_cache():
+    """A quarter of the 8 MiB of its keys, scratch of the kernels included; top_keys, the control, converts all of them."""
+    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shares = [float(line) for line in done.stdout.split()]
+    for multipole, window, control in (shares[:3], shares[3:]):
+        assert max(multipole, window) < 0.25
+        assert control > 1
 
 
 @KINDS

@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import sparing
 from sparing.transformers.cache import IndexedStaticLayer
+from tests.support.allocations import all_elements
 from tests.support.decoding import (
     COVERING,
     DTYPES,
@@ -22,6 +23,7 @@ from tests.support.decoding import (
     new_cache,
     prompt,
 )
+from tests.support.kernel_checks import needs_kernels
 from tests.support.model_zoo import build, tokens
 
 KINDS = ["dynamic", "static"]
@@ -109,6 +111,26 @@ def test_a_static_cache_is_read_where_it_is():
             feed(model, ids[:, 50:51], cache)
     assert seen == [(*pointers, 51, None) for pointers in held]
     assert all(type(layer) is IndexedStaticLayer for layer in cache.layers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_copies_no_16_bit_cache(kind, dtype):
+    """All tensors that a token makes, in the whole model, are smaller together than a quarter of one layer's keys."""
+    model, ids = build("llama").to(dtype), tokens(2002, 1)
+
+    def made():
+        cache = new_cache(model, kind, 2040)
+        feed(model, ids[:, :2000], cache)
+        feed(model, ids[:, 2000:2001], cache)
+        return all_elements(lambda: feed(model, ids[:, 2001:], cache)) / (2000 * 2 * 16)
+
+    assert made() > 4, "the control: transformers copies keys and values of both layers"
+    for spec in ("multipole", "window(size=256, sinks=4)"):
+        with sparing.approximate(model, spec, when="decode") as handle:
+            assert made() < 0.25
+            assert counts(handle) == {(2, 0, 1)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
