@@ -45,7 +45,8 @@ class Call:
     """Everything about a call besides its method and q, k and v.
 
     When a method runs, 16-bit inputs are float32, key and value heads are repeated to the number of query heads,
-    padded keys and values are zero, and no entry is infinite or NaN.
+    padded keys and values are zero, and no entry is infinite or NaN. Only `native` of a method that supports
+    `native_16bit` gets 16-bit inputs as they are.
     """
 
     scale: float

@@ -46,6 +46,7 @@ class Supports:
     position_based: bool = False  #: the order of the tokens matters, beyond `is_causal`
     decode: bool = False  #: `sparing.Index`: new queries continue a cache
     decode_16bit: bool = False  #: that reads caches of bfloat16 and float16 without converting them
+    native_16bit: bool = False  #: its kernels read bfloat16 and float16; other paths get float32
     adopt: bool = False  #: `sparing.Index.adopt`: of a cache that was filled before, keys and values are enough
     training_free: bool = False  #: meant for weights that were trained with softmax attention
 
@@ -170,7 +171,8 @@ class Method:
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         """Compute the same numbers from the same samples by kernels; return None where these do not cover the call.
 
-        Only called where kernels are loaded for the device and the type of q.
+        Only called where kernels are loaded for the device and the type of q. With `supports.native_16bit`, q, k and v
+        may be bfloat16 or float16, and the result is in float32 or in their type.
         """
         return None
 

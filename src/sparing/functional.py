@@ -20,6 +20,7 @@ from sparing.check import check_call
 from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.layout import four_dimensional
+from sparing.native.tensors import wide_type
 from sparing.quarantine import Wide, quarantine
 
 #: Parts of torch's messages for a lack of memory, and for a tensor whose number of bytes exceeds 64 bits.
@@ -169,15 +170,17 @@ def compute(query: Tensor, key: Tensor, value: Tensor | Projection, method: str 
 def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, call: Call) -> Tensor:
     """Run a checked call in its working type, `call.dtype`."""
     v = value if not isinstance(value, Projection) or chosen.supports.projection else value.project(key.shape[1])
-    q, k, v = _convert(query, key, v, call.dtype)
+    short = _reads_16bit(chosen, query, key, v, call)
+    q, k, v = (query, key, v) if short else _convert(query, key, v, call.dtype)
     chosen.check(q, k, call)
     width = v.weight.shape[0] // max(key.shape[1], 1) if isinstance(v, Projection) else v.shape[3]
     shape = (*query.shape[:3], width)
     if 0 in (*shape, key.shape[2]):
         if chosen.supports.lse:
-            call.note(lse=q.new_full(query.shape[:3], -torch.inf))
+            call.note(lse=q.new_full(query.shape[:3], -torch.inf, dtype=call.dtype))
         given = [query, key, *(t for t in (value if isinstance(value, Projection) else (value,)) if t is not None)]
-        return q.new_zeros(shape) + sum(t[..., :0].sum() for t in given)  # zeros, in the graph of every input
+        nothing = sum(t[..., :0].sum() for t in given)  # keeps every input in the graph
+        return q.new_zeros(shape, dtype=call.dtype) + nothing
 
     clean = quarantine(q, k, v, chosen, call, balance=call.past is None)
     out = _by_head(chosen, clean.q, clean.k, clean.v, clean.call, shape)
@@ -193,6 +196,18 @@ def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method,
     if lse is not None:
         call.note(lse=lse)
     return out
+
+
+def _reads_16bit(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> bool:
+    """Return whether kernels get q, k and v in 16 bits as they are.
+
+    Not where a gradient is asked for: the parts that a tensor's gradient is summed from would be rounded to 16 bits.
+    """
+    short = q.dtype in (torch.bfloat16, torch.float16) and call.dtype == torch.float32
+    if not short or not chosen.supports.native_16bit or call.impl == "reference" or isinstance(v, Projection):
+        return False
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return not tracked and native.ready(q, half=True) and _native_is_current(type(chosen))
 
 
 def _convert(
@@ -239,11 +254,14 @@ def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call
     """Run kernels where they cover the call, else plain PyTorch; the specification if asked for."""
     if call.impl == "reference":
         return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
-    own = native.ready(q) and _native_is_current(type(chosen))
+    own = native.ready(q, half=True) and _native_is_current(type(chosen))
     out = chosen.native(q, k, v, call) if own else None  # type: ignore[arg-type]
     if out is None and call.impl == "native":
         raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
-    return chosen.fast(q, k, v, call) if out is None else out  # type: ignore[arg-type]
+    if out is None:
+        q, k, v = _convert(q, k, v, wide_type(q))
+        return chosen.fast(q, k, v, call)  # type: ignore[arg-type]
+    return out
 
 
 def _native_is_current(cls: type[Method]) -> bool:
@@ -256,7 +274,7 @@ def _native_is_current(cls: type[Method]) -> bool:
 
 
 def _why_not_native(chosen: Method, q: Tensor) -> str:
-    if not native.ready(q):
+    if not native.ready(q, half=True):
         return f"no kernels run for {chosen.name}: {native.why_not(q)}"
     return f"the kernels of {chosen} do not cover this call"
 

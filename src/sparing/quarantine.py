@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparing.call import Call
 from sparing.contract import Method, Projection
+from sparing.native.tensors import wide_type, widened
 
 LARGEST_SCALE = 1e8  #: largest scale of float32 calls; calls with a larger one are computed in float64
 
@@ -50,6 +51,7 @@ def quarantine(
 ) -> Clean:
     """Zero padded keys and values, take out non-finite and extreme entries, and find the output entries that see them.
 
+    q, k, v: tensors of 16 bits are returned as such if nothing has to be taken out, else in float32.
     balance: whether float64 queries and keys may be rescaled so that their products stay the same.
     """
     payload = v.x if isinstance(v, Projection) else v  # (B, H_kv, n_k, e) or (B, n_k, in)
@@ -60,8 +62,9 @@ def quarantine(
     spoiled, wide = None, None
     if call.mask.bias is not None:
         call, spoiled = _without_nan(call, q.shape[-2], k.shape[-2])
-    limit = limit_of(q.dtype, call.scale)
+    limit = limit_of(wide_type(q), call.scale)
     if not all(_largest(t) <= limit for t in (q, k, payload)):
+        q, k, payload = (widened(t) for t in (q, k, payload))
         bad_q, bad_k = ~q.isfinite().all(-1), ~k.isfinite().all(-1)
         bad_v = ~payload.isfinite()
         q, k = (t.masked_fill(bad.unsqueeze(-1), 0.0) for t, bad in ((q, bad_q), (k, bad_k)))

@@ -77,7 +77,7 @@ def brute_force(layer, hidden, call):
 def test_values_are_those_that_the_method_itself_uses(setting, kernels, monkeypatch):
     """A, from which the method finds M, times the values that it gives to others for this M."""
     if not kernels:
-        monkeypatch.setattr(sparing.native, "ready", lambda like: False)
+        monkeypatch.setattr(sparing.native, "ready", lambda *_, **__: False)
     q, k = 3 * torch.randn(2, 4, 24, 16), torch.randn(2, 4, 24, 16)
     value = sparing.Projection(torch.randn(2, 24, 48), torch.randn(64, 48), torch.randn(64))
     keep = torch.ones(2, 24, dtype=torch.bool)

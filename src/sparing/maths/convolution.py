@@ -35,7 +35,9 @@ def check_width(method: str, size: int | None) -> None:
 
 def beside_convolution(supports: Supports, size: int | None) -> Supports:
     """Return what a method supports beside a convolution, which sees later tokens and needs n_q = n_k."""
-    return supports if size is None else replace(supports, causal=False, cross_attention=False, position_based=True)
+    if size is None:
+        return supports
+    return replace(supports, causal=False, cross_attention=False, position_based=True, native_16bit=False)
 
 
 def learned_convolution(heads: int, size: int | None) -> DepthwiseConvolution | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type, widened
 
 _CALL = "Tensor? keep, Tensor? bias, float scale"
 schemas.define(f"attend(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor top, Tensor total)")
@@ -24,6 +24,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return (output (B, H, n_q, e), log-sum-exp (B, H, n_q)) of q (B, H, n_q, d) over k and v (B, H, n_k, .).
 
+    q, k and v may each have 16 bits; output and log-sum-exp are then float32.
     keep: (B, n_k), False for padded keys. bias: (B, n_k), added to the scores of a key; -inf hides it. It gets no
     gradient.
     """
@@ -35,7 +36,8 @@ def attend(
 
 @torch.library.register_fake("sparing::attend", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), *(q.new_empty(q.shape[:3]) for _ in range(3))
+    kind = wide_type(q)
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=kind), *(q.new_empty(q.shape[:3], dtype=kind) for _ in range(3))
 
 
 @torch.library.register_fake("sparing::attend_backward", lib=schemas)
@@ -52,6 +54,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, keep, bias, out, top, total = ctx.saved_tensors
+    q, k, v = (widened(x) for x in (q, k, v))  # gradients have no 16-bit kernels
     grads = torch.ops.sparing.attend_backward(
         contiguous_rows(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, bias, ctx.scale
     )

@@ -25,6 +25,16 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def wide_type(x: Tensor) -> torch.dtype:
+    """Return the type that kernels compute in for x: float32 for 16 bits, else its own."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return a tensor of 16 bits in float32, and any other as it is."""
+    return x.to(wide_type(x))
+
+
 def writable(x: Any) -> Any:
     """Return a tensor, or a tuple of them, that may be written to outside inference mode; anything else as it is."""
     if isinstance(x, tuple):

@@ -16,6 +16,7 @@ from sparing.maths import blocks, dense
 from sparing.maths.packing import place_of_rank
 from sparing.methods.window.native import window, window_step
 from sparing.native.attend import attend
+from sparing.native.tensors import widened
 
 _SCORES = 2**22  # most logits in memory at once
 
@@ -44,8 +45,8 @@ class Window(Method):
     name = "window"
     budget = "size"
     supports = Supports(
-        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, decode_16bit=True, adopt=True,
-        training_free=True,
+        causal=True, cross_attention=False, lse=True, position_based=True, decode=True, decode_16bit=True,
+        native_16bit=True, adopt=True, training_free=True,
     )  # fmt: skip
 
     size: int = knob(128, minimum=0)
@@ -91,9 +92,9 @@ class Window(Method):
             near = blocks.merge(near, _first_keys(q, k, v, call, shared, left, right))
         out, lse = near.finish()
         if self.global_tokens:
-            position, _ = _first_tokens(call, min(self.global_tokens, n), q.device)
+            position, exists = _first_tokens(call, min(self.global_tokens, n), q.device)
             rows = _global_rows(_pick(q, position), k, v, call, position)
-            out, lse = _replace_global_rows(out, lse, rows, call)
+            out, lse = _replace_rows(out, lse, rows, position, exists)
         call.note(lse=lse)
         return out
 
@@ -106,13 +107,16 @@ class Window(Method):
             shared = position.masked_fill(~exists, -1).expand(q.shape[0], -1)
         out, lse = window(q, k, v, call.mask.keep, shared, left, right, call.mask.causal, call.scale)
         if self.global_tokens:
-            position, _ = _first_tokens(call, min(self.global_tokens, n), q.device)
+            position, exists = _first_tokens(call, min(self.global_tokens, n), q.device)
             first = _pick(q, position)
             if call.mask.causal:  # global tokens come first, so they see only one another
-                rows = _global_rows(first, k, v, call, position)
+                last = int(position.masked_fill(~exists, 0).max()) + 1
+                first, early_k, early_v = (widened(x) for x in (first, k[:, :, :last], v[:, :, :last]))
+                keep = None if call.mask.keep is None else call.mask.keep[:, :last]
+                rows = _global_rows(first, early_k, early_v, call.with_mask(keep=keep), position)
             else:
                 rows = attend(first, k, v, call.mask.keep, None, call.scale)
-            out, lse = _replace_global_rows(out, lse, rows, call)
+            out, lse = _replace_rows(out, lse, rows, position, exists)
         call.note(lse=lse)
         return out
 
@@ -129,7 +133,7 @@ class Window(Method):
             own = torch.arange(n - n_q, n, device=q.device)
             read = (own + 1).clamp_max(self.size + 1) + (own - self.size).clamp(0, shared)
             return out, {"lse": lse, "touched": read.expand_as(lse)}
-        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        q = widened(q)
         valid = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if keep is None else keep
         sees_all = valid.cumsum(-1)[:, n - n_q :, None] <= self.global_tokens  # (B, n_q, 1)
         low = max(n - n_q - self.size, 0)  # the first position of any window
@@ -240,12 +244,11 @@ def _global_rows(first: Tensor, k: Tensor, v: Tensor, call: Call, position: Tens
     return blocks.part(scores, v).finish()
 
 
-def _replace_global_rows(out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
-    """Put the rows of global tokens, (B, H, m, e) and (B, H, m), in their places."""
-    full, full_lse = rows
-    count = full.shape[2]
-    ranks, _ = call.mask.key_ranks(out.shape[2], out.device)
-    own = (ranks < count) if call.mask.keep is None else (ranks < count) & call.mask.keep
-    row = ranks.clamp_max(count - 1)  # (B or 1, n): which of the full rows a token would take
-    full_lse = full_lse.gather(2, row[:, None].expand(*lse.shape))
-    return torch.where(own[:, None, :, None], _pick(full, row), out), torch.where(own[:, None], full_lse, lse)
+def _replace_rows(
+    out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], position: Tensor, exists: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Put rows, (B, H, m, e) and (B, H, m), at those of (B or 1, m) positions that exist."""
+    place, there = position[:, None].expand(*out.shape[:2], -1), exists[:, None]
+    found = torch.where(there.unsqueeze(-1), rows[0], _pick(out, position))
+    found_lse = torch.where(there, rows[1], lse.gather(2, place))
+    return out.scatter(2, place.unsqueeze(-1).expand_as(found), found), lse.scatter(2, place, found_lse)

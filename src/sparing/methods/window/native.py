@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type, widened
 
 _LIMITS = "Tensor? keep, Tensor? shared, int left, int right, bool causal, float scale"
 schemas.define(f"window(Tensor q, Tensor k, Tensor v, {_LIMITS}) -> (Tensor out, Tensor lse, Tensor top, Tensor total)")
@@ -36,6 +36,7 @@ def window(
 ) -> tuple[Tensor, Tensor]:
     """Return (output (B, H, n, e), log-sum-exp (B, H, n)); query i sees keys i - left to i + right and the shared ones.
 
+    q, k and v may have 16 bits; output and log-sum-exp are then float32.
     keep: (B, n), False for padded keys. shared: (B, s) positions, -1 for none; if `causal`, later queries see them.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
@@ -47,7 +48,8 @@ def window(
 
 @torch.library.register_fake("sparing::window", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), *(q.new_empty(q.shape[:3]) for _ in range(3))
+    kind = wide_type(q)
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=kind), *(q.new_empty(q.shape[:3], dtype=kind) for _ in range(3))
 
 
 @torch.library.register_fake("sparing::window_backward", lib=schemas)
@@ -64,6 +66,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, keep, shared, out, top, total = ctx.saved_tensors
+    q, k, v = (widened(x) for x in (q, k, v))  # gradients have no 16-bit kernels
     grads = torch.ops.sparing.window_backward(
         contiguous_rows(grad), lse_grad.contiguous(), q, k, v, out, top, total, keep, shared, *ctx.limits
     )
@@ -84,5 +87,4 @@ def window_step(q: Tensor, k: Tensor, v: Tensor, left: int, first: int, scale: f
 
 @torch.library.register_fake("sparing::window_step", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    kind = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=kind)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide_type(q))

@@ -34,17 +34,12 @@ struct ValidKeys {
   template <class Visit>
   SPARING_INLINE void operator()(const QueryBlock& at, T*, const Visit& visit) const {
     int64_t places[kKeys];
-    const T *keys[kKeys], *values[kKeys];
     for (int64_t next = 0; next < call.keys;) {
       int64_t count = 0;
       for (; next < call.keys && count < kKeys; ++next) {
-        if (!call.sees(at.item, next)) continue;
-        places[count] = next;
-        keys[count] = call.k.at(at.item, at.head, next);
-        values[count] = call.v.at(at.item, at.head, next);
-        ++count;
+        if (call.sees(at.item, next)) places[count++] = next;
       }
-      if (count) visit(places, keys, values, count, SeesAll{});
+      if (count) visit(places, count, SeesAll{});
     }
   }
 };

@@ -8,6 +8,7 @@
 #include "common/softmax.h"
 #include "common/sums.h"
 #include "common/tile.h"
+#include "common/widen.h"
 
 namespace sparing::SPARING_ISA {
 
@@ -23,6 +24,7 @@ struct FewKeys {
   T* bias;                             // [columns], -inf beyond the keys
   T* scores;                           // [rows][columns]
   T* sums;                             // [rows][the larger of wide and deep], then their rests
+  T* room;                             // rows of 16 bits, widened: those of a key and a value, or of a block of queries
   // backward
   T* slopes;        // [rows][columns]
   T* value_turned;  // [width][columns]
@@ -47,6 +49,8 @@ struct FewKeys {
     take(&bias, columns);
     take(&scores, rows * columns);
     take(&sums, 2 * rows * (deep > wide ? deep : wide));
+    const int64_t pair = call.k.room(1, call.depth) + call.v.room(1, call.width), block = call.q.room(rows, call.depth);
+    take(&room, pair > block ? pair : block);
     if (!backward) {
       take(&value_panels, call.keys * wide);
     } else {
@@ -69,7 +73,8 @@ struct FewKeys {
     for (int64_t c = 0; c < columns; ++c) bias[c] = c < count ? T(0) : kNever<T>;
     for (int64_t j = 0, c = 0; c < count; ++j) {
       if (!call.sees(item, j)) continue;
-      const T *key = call.k.at(item, head, j), *value = call.v.at(item, head, j);
+      const T* key = row_of(call.k, item, head, j, call.depth, room);
+      const T* value = row_of(call.v, item, head, j, call.width, room + call.k.room(1, call.depth));
       if (call.bias) bias[c] = call.bias[item * call.keys + j];
       pack_column<T>(key, call.scale, c, call.depth, key_panels);
       if (backward) {
@@ -84,6 +89,13 @@ struct FewKeys {
       pack_column<T>(nullptr, T(0), c, call.depth, key_panels);
       if (backward) pack_column<T>(nullptr, T(0), c, call.width, value_turned);
     }
+  }
+
+  // Returns the queries from `first` on.
+  Strided<T> queries(const Attend<T>& call, int64_t item, int64_t head, int64_t first, int64_t some) {
+    if (call.q.storage == Storage::as_is) return {call.q.at(item, head, first), call.q.token_step, 1};
+    for (int64_t r = 0; r < some; ++r) row_of(call.q, item, head, first + r, call.depth, room + r * call.depth);
+    return {room, call.depth, 1};
   }
 };
 
@@ -110,8 +122,8 @@ void attend_few_forward(const Attend<T>& call, int64_t begin, int64_t end, T* sc
     if (packed != unit) few.pack(call, item, head, false), packed = unit;
     for (int64_t first = start; first < stop; first += few.rows) {
       const int64_t rows = stop - first < few.rows ? stop - first : few.rows;
-      product<T>({call.q.at(item, head, first), call.q.token_step, 1}, rows, call.depth,
-                 in_panels(few.key_panels, call.depth), few.columns, few.scores, few.columns);
+      product<T>(few.queries(call, item, head, first, rows), rows, call.depth, in_panels(few.key_panels, call.depth),
+                 few.columns, few.scores, few.columns);
       T tops[kRows], totals[kRows];
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = few.scores + r * few.columns;

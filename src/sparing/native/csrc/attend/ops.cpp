@@ -16,7 +16,7 @@ Attend<T> describe(const Tensor& q, const Tensor& k, const Tensor& v, const Opti
 }
 
 SoftmaxOutputs forward(Tensor q, Tensor k, Tensor v, Optional keep, Optional bias, double scale) {
-  return with_type("q", q, [&]<class T>() {
+  return with_wide_type("q", q, [&]<class T>() {
     Attend<T> call = describe<T>(q, k, v, keep, bias, scale);
     const SoftmaxOutputs made = make_outputs(call);
     const AttendKernels<T>& use = kernels().of<T>().attend;

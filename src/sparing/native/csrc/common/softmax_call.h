@@ -8,8 +8,8 @@ namespace sparing {
 
 template <class T>
 struct SoftmaxCall {
-  Tokens<const T> q, k, v;
-  const uint8_t* keep;  // [items][keys], 0 for padded keys; null: all are valid
+  StoredTokens<T> q, k, v;  // 16 bits in the forward pass only
+  const uint8_t* keep;      // [items][keys], 0 for padded keys; null: all are valid
   int64_t items, heads, queries, keys, depth, width;
   T scale;
   T* out;  // [items][heads][queries][width], written by the forward pass, read by the backward pass

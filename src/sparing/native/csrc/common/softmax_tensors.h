@@ -19,9 +19,9 @@ void read_inputs(SoftmaxCall<T>& call, const Tensor& q, const Tensor& k, const T
   call.items = q.size(0), call.heads = q.size(1), call.queries = q.size(2), call.depth = q.size(3);
   call.keys = k.size(2), call.width = v.size(3);
   call.scale = T(scale);
-  call.q = tokens<T>("q", q, call.items, call.heads, call.queries, call.depth);
-  call.k = tokens<T>("k", k, call.items, call.heads, call.keys, call.depth);
-  call.v = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
+  call.q = stored<T>("q", q, call.items, call.heads, call.queries, call.depth);
+  call.k = stored<T>("k", k, call.items, call.heads, call.keys, call.depth);
+  call.v = stored<T>("v", v, call.items, call.heads, call.keys, call.width);
   call.keep = mask("keep", keep, call.items, call.keys);
 }
 
@@ -44,6 +44,7 @@ template <class T>
 void read_outputs(SoftmaxCall<T>& call, const Tensor& grad, const Tensor& lse_grad, const Tensor& out,
                   const Tensor& top, const Tensor& total) {
   const int64_t b = call.items, h = call.heads, m = call.queries;
+  check_wide("q", call.q), check_wide("k", call.k), check_wide("v", call.v);
   call.grad = tokens<T>("grad", grad, b, h, m, call.width);
   call.lse_grad = packed<T>("lse_grad", lse_grad, {b, h, m});
   // These are only read.

@@ -68,15 +68,36 @@ inline void check_sizes(const char* name, const Tensor& tensor, std::initializer
   STD_TORCH_CHECK(fits, name, " does not have the sizes that the other arguments imply");
 }
 
-// Checks a tensor [items, heads, tokens, width], in which the entries of a token must be contiguous.
+// Checks a tensor [items, heads, tokens, width], in which the entries of a token must be contiguous. It may have 16
+// bits if T is float.
+template <class T>
+StoredTokens<T> stored(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
+                       int64_t width) {
+  const ScalarType type = tensor.scalar_type();
+  Storage storage = Storage::as_is;
+  if (sizeof(T) == 4 && type == ScalarType::BFloat16) storage = Storage::bfloat16;
+  if (sizeof(T) == 4 && type == ScalarType::Half) storage = Storage::float16;
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
+  STD_TORCH_CHECK(storage != Storage::as_is || type == type_of<T>(), name,
+                  " has another dtype than the first argument");
+  check_sizes(name, tensor, {items, heads, count, width});
+  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have contiguous entries in the last axis");
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2), storage};
+}
+
+// Refuses 16 bits, for kernels that read tokens as they are stored, such as those of gradients.
+template <class T>
+void check_wide(const char* name, const StoredTokens<T>& x) {
+  STD_TORCH_CHECK(x.storage == Storage::as_is, name, " must be float32 or float64");
+}
+
+// Checks such a tensor of type T.
 template <class T>
 Tokens<const T> tokens(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
                        int64_t width) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
   STD_TORCH_CHECK(tensor.scalar_type() == type_of<T>(), name, " has another dtype than the first argument");
-  check_sizes(name, tensor, {items, heads, count, width});
-  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have contiguous entries in the last axis");
-  return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  const StoredTokens<T> found = stored<T>(name, tensor, items, heads, count, width);
+  return {static_cast<const T*>(found.data), found.item_step, found.head_step, found.token_step};
 }
 
 // Checks that a tensor is contiguous and has these sizes, and returns its data.
@@ -168,6 +189,16 @@ auto with_stored_type(const char* name, const Tensor& tensor, const Fn& fn) {
                       " must be float64, float32, bfloat16 or float16");
       return fn.template operator()<float>();
   }
+}
+
+// Calls fn.template operator()<T>() with the type that a tensor is computed in: float for 16 bits.
+template <class Fn>
+auto with_wide_type(const char* name, const Tensor& tensor, const Fn& fn) {
+  const ScalarType type = tensor.scalar_type();
+  if (type == ScalarType::Double) return fn.template operator()<double>();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+                  " must be float64, float32, bfloat16 or float16");
+  return fn.template operator()<float>();
 }
 
 }  // namespace sparing

@@ -3,6 +3,7 @@
 
 #include "common/half.h"
 #include "common/simd.h"
+#include "common/tokens.h"
 
 namespace sparing::SPARING_ISA {
 
@@ -43,6 +44,35 @@ SPARING_INLINE Vec<Wide<E>> load_wide(const E* p) {
     return found;
 #endif
   }
+}
+
+template <class E>
+SPARING_INLINE void widen_row(const E* from, int64_t width, Wide<E>* to) {
+  using T = Wide<E>;
+  int64_t i = 0;
+  for (; i + lanes<T> <= width; i += lanes<T>) store<T>(to + i, load_wide(from + i));
+  for (; i < width; ++i) to[i] = widen(from[i]);
+}
+
+// Calls visit(p) with the address of a token's entries, in the type that they are stored in.
+template <class T, class Visit>
+SPARING_INLINE void with_stored(const StoredTokens<T>& from, int64_t item, int64_t head, int64_t token,
+                                const Visit& visit) {
+  const int64_t offset = from.offset(item, head, token);
+  if constexpr (sizeof(T) == 4) {
+    if (from.storage == Storage::bfloat16) return visit(static_cast<const BFloat16*>(from.data) + offset);
+    if (from.storage == Storage::float16) return visit(static_cast<const Float16*>(from.data) + offset);
+  }
+  visit(static_cast<const T*>(from.data) + offset);
+}
+
+// Returns the entries of a token: as they are stored, or the first `width` of them widened, in `room`.
+template <class T>
+SPARING_INLINE const T* row_of(const StoredTokens<T>& from, int64_t item, int64_t head, int64_t token, int64_t width,
+                               T* room) {
+  if (from.storage == Storage::as_is) return from.at(item, head, token);
+  with_stored(from, item, head, token, [&](const auto* row) { widen_row(row, width, room); });
+  return room;
 }
 
 // Rounds x to the nearest number of the type of *out, ties to even.

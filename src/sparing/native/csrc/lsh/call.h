@@ -17,7 +17,7 @@ struct RotationBounds {
 // argmax([-R x; R x]) for several rotations R.
 template <class T>
 struct RotationHash {
-  Tokens<const T> x;
+  StoredTokens<T> x;
   const double* rotations;  // [heads][rows][rounds][depth]
   const int64_t* used;      // [items] how many of the rows an item uses
   int64_t items, heads, tokens, depth, rows, rounds;

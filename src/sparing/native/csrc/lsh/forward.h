@@ -67,10 +67,13 @@ void finish_query(const Lsh<T>& call, int64_t unit, int64_t i) {
     const T inverse = inverse_of(*total);
     for (int64_t e = 0; e < call.width; ++e) out[e] *= inverse;
   } else if (call.itself && (!call.keep || call.keep[item * call.keys + i])) {
-    const T *q = call.q.at(item, head, i), *k = call.k.at(item, head, i), *v = call.v.at(item, head, i);
     T score = T(0);
-    for (int64_t d = 0; d < call.depth; ++d) score += q[d] * k[d];
-    for (int64_t e = 0; e < call.width; ++e) out[e] = v[e];
+    with_stored(call.q, item, head, i, [&](const auto* q) {
+      with_stored(call.k, item, head, i, [&](const auto* k) {
+        for (int64_t d = 0; d < call.depth; ++d) score += widen(q[d]) * widen(k[d]);
+      });
+    });
+    with_stored(call.v, item, head, i, [&](const auto* v) { copy_row<T>(v, call.width, call.width, out); });
     *top = score * call.scale, *total = T(1);
   }
   call.lse[query] = log_sum_exp(*top, *total);

@@ -3,6 +3,7 @@
 
 #include "common/simd.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "lsh/call.h"
 #include "lsh/strip.h"
 
@@ -28,6 +29,7 @@ struct LshStrip {
   int32_t first[kStrip<T> / kMixed], last[kStrip<T> / kMixed];  // keys that each kMixed queries see, from low
   Int<T>*from, *length;                     // [rounds][kStrip] arcs of the queries in this round and in earlier ones
   T *queries, *scores;                      // [depth][kStrip], [span][kStrip]
+  T* room;                                  // [kStrip][depth] queries of 16 bits, widened
   T top[kStrip<T>];                         // the largest score
   T* sums;                                  // [kStrip][padded width], then their rests, forward only
   T *grads, *slopes;                        // [width][kStrip], [span][kStrip], backward only
@@ -46,6 +48,7 @@ int64_t lay_out_lsh(LshWindow<T>* window, LshStrip<T>* strip, const Lsh<T>& call
   const int64_t deep = padded<T>(call.depth), wide = padded<T>(call.width);
   take(&strip->queries, call.depth * kStrip<T>);
   take(&strip->scores, call.span * kStrip<T>);
+  take(&strip->room, call.q.room(kStrip<T>, call.depth));
   take(&strip->from, call.rounds * kStrip<T>);
   take(&strip->length, call.rounds * kStrip<T>);
   take(&window->token, call.window);
@@ -92,8 +95,10 @@ void extend_window(LshWindow<T>& window, const Lsh<T>& call, const Arcs* arcs, i
   for (; window.high < high; ++window.high) {
     const int64_t p = window.high, c = p - window.low, token = arcs[round].order[p < 0 ? p + valid : p];
     window.token[c] = int32_t(token);
-    copy_row<T>(call.k.at(item, head, token), call.depth, deep, window.keys + c * deep);
-    copy_row<T>(call.v.at(item, head, token), call.width, wide, window.values + c * wide);
+    with_stored(call.k, item, head, token,
+                [&](const auto* key) { copy_row<T>(key, call.depth, deep, window.keys + c * deep); });
+    with_stored(call.v, item, head, token,
+                [&](const auto* value) { copy_row<T>(value, call.width, wide, window.values + c * wide); });
     for (int64_t e = 0; call.once && e < round; ++e) window.place[e * call.window + c] = arcs[e].place[token];
   }
 }
@@ -153,7 +158,8 @@ void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int6
     last = end > last ? end : last;
   }
   const T* rows[kStrip<T>];
-  for (int64_t r = 0; r < strip.count; ++r) rows[r] = call.q.at(item, head, strip.query[r]);
+  for (int64_t r = 0; r < strip.count; ++r)
+    rows[r] = row_of(call.q, item, head, strip.query[r], call.depth, strip.room + call.q.room(r, call.depth));
   strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
 }
 
@@ -161,11 +167,14 @@ void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int6
 template <class T>
 void fetch_next(LshWindow<T>& window, const Lsh<T>& call, const Arcs& now, int64_t unit, int64_t next) {
   const int64_t item = unit / call.heads, head = unit % call.heads, most = 4 * kStrip<T>;
-  const auto fetch = [](const T* row, int64_t width) {
-    for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e, 0, 2);
+  const auto fetch = [](const auto* row, int64_t width) {
+    for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(*row))) __builtin_prefetch(row + e, 0, 2);
+  };
+  const auto fetch_token = [&](const StoredTokens<T>& from, int64_t token, int64_t width) {
+    with_stored(from, item, head, token, [&](const auto* row) { fetch(row, width); });
   };
   for (int64_t i = next; i < call.queries && i < next + kStrip<T>; ++i) {
-    fetch(call.q.at(item, head, now.sorted[i]), call.depth);
+    fetch_token(call.q, now.sorted[i], call.depth);
     fetch(call.out + (unit * call.queries + now.sorted[i]) * call.width, call.width);
   }
   const int64_t ahead = now.sorted[next + 2 * kStrip<T> < call.queries ? next + 2 * kStrip<T> : call.queries - 1];
@@ -173,8 +182,8 @@ void fetch_next(LshWindow<T>& window, const Lsh<T>& call, const Arcs& now, int64
   const int64_t end = now.from[ahead] + now.length[ahead];
   window.fetched = end < begin + most ? end : begin + most;
   for (int64_t p = begin < 0 ? 0 : begin; p < window.fetched; ++p) {
-    fetch(call.k.at(item, head, now.order[p]), call.depth);
-    fetch(call.v.at(item, head, now.order[p]), call.width);
+    fetch_token(call.k, now.order[p], call.depth);
+    fetch_token(call.v, now.order[p], call.width);
   }
 }
 

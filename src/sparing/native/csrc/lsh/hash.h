@@ -7,6 +7,7 @@
 
 #include "common/simd.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "lsh/call.h"
 #include "lsh/rounding.h"
 
@@ -133,7 +134,8 @@ int64_t hash_tasks(const RotationHash<T>& call) {
 template <class T>
 int64_t hash_scratch(const RotationHash<T>& call) {
   const int64_t words = hash_words(call), rows = hash_tiles(call) * kDeep;
-  return words * kHashBlock + (1 + int64_t(sizeof(T) / sizeof(int32_t))) * rows * kHashed + 2 * rows;
+  return words * kHashBlock + (1 + int64_t(sizeof(T) / sizeof(int32_t))) * rows * kHashed + 2 * rows +
+         call.x.room(kHashBlock, call.depth);
 }
 
 // Rows whose product could be the largest in some lane, and the lanes in which it could.
@@ -231,6 +233,7 @@ void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scra
   CandidateRows found{};
   found.row = reinterpret_cast<int32_t*>(near + most * kHashed);
   found.of_lanes = reinterpret_cast<uint32_t*>(found.row + most);
+  T* room = reinterpret_cast<T*>(found.of_lanes + most);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / blocks, item = unit / call.heads, head = unit % call.heads;
     const int64_t start = task % blocks * kHashBlock;
@@ -245,7 +248,7 @@ void hash(const RotationHash<T>& call, int64_t begin, int64_t end, int32_t* scra
     RoundedToken known[kHashBlock];
     for (int64_t i = 0; rows && i < words * kHashBlock; ++i) columns[i] = 0;
     for (int64_t i = 0; rows && i < count; ++i) {
-      tokens[i] = call.x.at(item, head, start + i);
+      tokens[i] = row_of(call.x, item, head, start + i, call.depth, room + call.x.room(i, call.depth));
       known[i] =
           round_token(tokens[i], call.depth, kLargestSum / part, columns + i / kHashed * words * kHashed + i % kHashed);
     }

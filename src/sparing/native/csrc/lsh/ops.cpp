@@ -10,7 +10,7 @@ using Optional = std::optional<Tensor>;
 constexpr int64_t kBlock = 512;  // least number of queries per task
 
 Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
-  return with_type("x", x, [&]<class T>() {
+  return with_wide_type("x", x, [&]<class T>() {
     STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
     STD_TORCH_CHECK(rotations.dim() == 4, "rotations must have 4 axes");
     RotationHash<T> call{};
@@ -18,7 +18,7 @@ Tensor buckets(Tensor x, Tensor rotations, Tensor used) {
     call.rows = rotations.size(1), call.rounds = rotations.size(2);
     STD_TORCH_CHECK(call.depth <= (1 << 16), "x may have at most 65536 entries per token");
     STD_TORCH_CHECK(call.rows < (1 << 30), "rotations may have at most 2^30 rows");
-    call.x = tokens<T>("x", x, call.items, call.heads, call.tokens, call.depth);
+    call.x = stored<T>("x", x, call.items, call.heads, call.tokens, call.depth);
     call.rotations = packed<double>("rotations", rotations, {call.heads, call.rows, call.rounds, call.depth});
     call.used = packed<int64_t>("used", used, {call.items});
     for (int64_t i = 0; i < call.items; ++i)
@@ -188,7 +188,7 @@ void attend_by_block(const Described<T>& all, int64_t* hits) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor in_q, Tensor in_k,
                                                            Optional keep, Optional influence, int64_t chunk,
                                                            int64_t rule, bool once, double scale) {
-  return with_type("q", q, [&]<class T>() {
+  return with_wide_type("q", q, [&]<class T>() {
     Described<T> all;
     describe<T>(all, q, k, v, in_q, in_k, keep, influence, chunk, rule, once, scale);
     Lsh<T>& call = all.call;

@@ -9,6 +9,7 @@
 #include "common/simd.h"
 #include "common/sums.h"
 #include "common/tile.h"
+#include "common/widen.h"
 
 namespace sparing::SPARING_ISA {
 
@@ -100,12 +101,12 @@ void mix_from_lanes(const T* weights, const T* from, int64_t count, int64_t stri
   });
 }
 
-// to[e] = factor * row[e] for e < width, then zeros
-template <class T>
-SPARING_INLINE void copy_row(const T* row, int64_t width, int64_t stride, T* to, T factor = T(1)) {
+// to[e] = factor * row[e] for e < width, then zeros; the entries of `row` may have 16 bits
+template <class T, class E>
+SPARING_INLINE void copy_row(const E* row, int64_t width, int64_t stride, T* to, T factor = T(1)) {
   int64_t e = 0;
-  for (; e + lanes<T> <= width; e += lanes<T>) store<T>(to + e, factor * load<T>(row + e));
-  for (; e < width; ++e) to[e] = factor * row[e];
+  for (; e + lanes<T> <= width; e += lanes<T>) store<T>(to + e, factor * load_wide(row + e));
+  for (; e < width; ++e) to[e] = factor * widen(row[e]);
   for (; e < stride; ++e) to[e] = T(0);
 }
 

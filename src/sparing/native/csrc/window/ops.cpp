@@ -29,7 +29,7 @@ Window<T> describe(const Tensor& q, const Tensor& k, const Tensor& v, const Opti
 
 SoftmaxOutputs forward(Tensor q, Tensor k, Tensor v, Optional keep, Optional shared, int64_t left, int64_t right,
                        bool causal, double scale) {
-  return with_type("q", q, [&]<class T>() {
+  return with_wide_type("q", q, [&]<class T>() {
     Window<T> call = describe<T>(q, k, v, keep, shared, left, right, causal, scale);
     const SoftmaxOutputs made = make_outputs(call);
     const WindowKernels<T>& use = kernels().of<T>().window;

@@ -91,21 +91,16 @@ struct WindowTiles {
   SPARING_INLINE void operator()(const QueryBlock& at, T* spare, const Visit& visit) const {
     WindowKeys<T> list(call, at.item, at.first, at.count, reinterpret_cast<uint8_t*>(spare));
     Int<T> place[kKeys], is_shared[kKeys];
-    const T *keys[kKeys], *values[kKeys];
     while (const int64_t found = list.tile(place, is_shared)) {
-      for (int64_t c = 0; c < found; ++c) {
-        keys[c] = call.k.at(at.item, at.head, place[c]);
-        values[c] = call.v.at(at.item, at.head, place[c]);
-      }
       const WindowMask<T> mask{place, is_shared, Int<T>(at.first), Int<T>(call.left), Int<T>(call.right), call.causal};
       // A tile that lies in the windows of all queries needs no mask.
       bool open = true;
       for (int64_t c = 0; c < found && open; ++c)
         open = place[c] >= at.first + at.count - 1 - call.left && place[c] <= at.first + call.right;
       if (open)
-        visit(place, keys, values, found, SeesAll{});
+        visit(place, found, SeesAll{});
       else
-        visit(place, keys, values, found, mask);
+        visit(place, found, mask);
     }
   }
 };

@@ -1,0 +1,169 @@
+"""Kernels that read bfloat16 and float16: the numbers of float32, without a copy of the inputs in float32."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sparing
+from sparing import native
+from sparing.native.attend import attend
+from sparing.workbench.memory import can_measure, peak_extra_bytes
+from tests.support.kernel_checks import every_instruction_set, needs_kernels
+from tests.support.method_table import ROWS
+
+pytestmark = needs_kernels
+
+SHORT = (torch.bfloat16, torch.float16)
+SPECS = (
+    "window(size=16)",
+    "window(size=6, sinks=3)",
+    "window(size=10, sinks=1, global_tokens=2)",
+)
+LONG = ("window(size=128)",)
+
+
+def inputs(dtype, n=90, d=20, e=33, heads=2, kv_heads=2, batch=2):
+    gen = torch.Generator().manual_seed(n + d)
+    sizes = ((heads, d), (kv_heads, d), (kv_heads, e))
+    return [torch.randn(batch, h, n, width, generator=gen).to(dtype) for h, width in sizes]
+
+
+def found(spec, tensors, **options):
+    return sparing.inspect(*tensors, method=spec, seed=3, enable_gqa=True, **options)
+
+
+def padding(n):
+    return (torch.rand(2, n, generator=torch.Generator().manual_seed(n)) < 0.7)[:, None, None]
+
+
+def same(a, b):
+    """Compare to the bit: rows are widened to the float32 numbers that the same code then computes with."""
+    return torch.equal(a, b) or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_result_is_that_of_float32_rounded_once(isa, spec, dtype):
+    causal = sparing.method(spec).supports.causal
+    for options in ({}, {"attn_mask": padding(90)}, {"is_causal": causal, "attn_mask": padding(90)}, {"scale": -0.3}):
+        x = inputs(dtype, kv_heads=1)
+        with native.instruction_set(isa):
+            short, wide = found(spec, x, **options), found(spec, [t.float() for t in x], **options)
+        assert short.output.dtype == dtype
+        assert same(short.output, wide.output.to(dtype)), f"{spec}, {options}"
+        assert short.statistics.keys() == wide.statistics.keys()
+        for name, note in wide.statistics.items():
+            assert short.statistics[name].dtype == note.dtype, name
+            assert same(short.statistics[name], note), f"{spec}, {options}: {name}"
+        if wide.lse is not None:
+            assert same(short.lse, wide.lse), f"{spec}, {options}: lse"
+
+
+@pytest.mark.skipif(not can_measure(), reason="this system keeps no peak of a process's memory")
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("spec", LONG)
+def test_a_call_takes_less_memory_than_its_inputs_in_float32(spec, dtype):
+    """The output, in float32 and then in 16 bits, is half of that; what remains is for scratch."""
+    x = inputs(dtype, n=2048, d=64, e=64, heads=8, kv_heads=8)
+    copies = 4 * sum(t.numel() for t in x)
+
+    def call():
+        return sparing.attention(*x, method=spec, seed=0)
+
+    with torch.no_grad():
+        call()
+        assert peak_extra_bytes(call) < 0.8 * copies
+        with native.switched_off():
+            assert peak_extra_bytes(call) > copies, "the measurement does not see the copies of other paths"
+
+
+@pytest.mark.parametrize("entry", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("spec", SPECS)
+def test_non_finite_and_extreme_entries_go_the_way_of_float32(spec, entry):
+    for which in range(3):
+        x = inputs(torch.bfloat16)
+        x[which][0, 1, 40, 3] = entry
+        wide = found(spec, [t.float() for t in x]).output
+        assert same(found(spec, x).output, wide.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if sparing.method(spec).supports.gradient == "full"])
+def test_gradients_are_those_of_float32(spec, dtype):
+    """Converted before the call: the gradients of heads that share a key are summed in float32, then rounded."""
+    x = inputs(dtype, kv_heads=1)
+    wide = [t.float().requires_grad_() for t in x]
+    leaves = [t.requires_grad_() for t in x]
+    out, wide_out = (sparing.attention(*y, method=spec, seed=3, enable_gqa=True) for y in (leaves, wide))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = torch.autograd.grad((out * weights).sum(), leaves)
+    wanted = torch.autograd.grad((wide_out * weights.float()).sum(), wide)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == dtype
+        assert torch.equal(a, b.to(dtype))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.spec))
+def test_only_kernels_that_say_so_get_16_bits(row, monkeypatch):
+    seen = {name: set() for name in ("native", "fast", "reference")}
+
+    def spy(name, run):
+        def spied(self, q, k, v, call):
+            seen[name].add(q.dtype)
+            return run(self, q, k, v, call)
+
+        return spied
+
+    cls = type(row.method)
+    for name in seen:
+        if name in vars(cls):
+            monkeypatch.setattr(cls, name, spy(name, vars(cls)[name]))
+    q, k, v = inputs(torch.bfloat16, n=33, e=20)
+    if row.supports.projection:
+        v = sparing.Projection(v.transpose(1, 2).flatten(2), torch.eye(40).bfloat16())
+    for impl in ("auto", "reference"):
+        sparing.attention(q, k, v, method=row.method, seed=1, impl=impl)
+    assert seen["native"] <= {torch.bfloat16 if row.supports.native_16bit else torch.float32}
+    assert seen["fast"] | seen["reference"] == {torch.float32}
+
+
+def test_ops_take_each_tensor_in_its_own_type():
+    q, k, v = inputs(torch.float16)
+    wanted, _ = attend(q.float(), k.float(), v.float(), None, None, 0.3)
+    for mixed in ((q.float(), k, v), (q, k.float(), v.float()), (q, k, v.float())):
+        out, _ = attend(*mixed, None, None, 0.3)
+        assert out.dtype == torch.float32
+        assert torch.equal(out, wanted)
+    with pytest.raises(RuntimeError, match="k has another dtype"):
+        attend(q.double(), k, v, None, None, 0.3)
+
+
+def test_gradients_of_an_op_widen_what_was_saved():
+    """Also where the caller did not: the gradient of 16-bit inputs is that of float32, rounded."""
+    q, k, v = (t.requires_grad_() for t in inputs(torch.bfloat16))
+    grads = torch.autograd.grad(attend(q, k, v, None, None, 0.3)[0].sum(), (q, k, v))
+    wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    wanted = torch.autograd.grad(attend(*wide, None, None, 0.3)[0].sum(), wide)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_opcheck(dtype):
+    q, k, v = inputs(dtype, n=20, d=5, e=3)
+    torch.library.opcheck(torch.ops.sparing.attend, (q, k, v, None, None, 0.3))
+    torch.library.opcheck(torch.ops.sparing.window, (q, k, v, None, None, 3, 3, False, 0.3))
+
+
+def test_a_method_that_stops_claiming_it_gets_float32():
+    class Quiet(type(sparing.method("window"))):
+        name = "_quiet"
+        supports = replace(sparing.method("window").supports, native_16bit=False)
+
+        def native(self, q, k, v, call):
+            assert q.dtype == torch.float32
+            return super().native(q, k, v, call)
+
+    assert sparing.attention(*inputs(torch.float16), method=Quiet(size=8)).dtype == torch.float16
