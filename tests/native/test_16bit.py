@@ -20,8 +20,13 @@ SPECS = (
     "window(size=16)",
     "window(size=6, sinks=3)",
     "window(size=10, sinks=1, global_tokens=2)",
+    "nystrom(landmarks=5)",
+    "nystrom(landmarks=200)",
 )
-LONG = ("window(size=128)",)
+LONG = (
+    "window(size=128)",
+    "nystrom(landmarks=32)",
+)
 
 
 def inputs(dtype, n=90, d=20, e=33, heads=2, kv_heads=2, batch=2):
@@ -148,6 +153,8 @@ def test_gradients_of_an_op_widen_what_was_saved():
     wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
     wanted = torch.autograd.grad(attend(*wide, None, None, 0.3)[0].sum(), wide)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(grads, wanted, strict=True))
+    with pytest.raises(RuntimeError, match="must be float32 or float64"):
+        torch.ops.sparing.segment_means_backward(q.detach(), None, 90)
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
@@ -155,6 +162,7 @@ def test_opcheck(dtype):
     q, k, v = inputs(dtype, n=20, d=5, e=3)
     torch.library.opcheck(torch.ops.sparing.attend, (q, k, v, None, None, 0.3))
     torch.library.opcheck(torch.ops.sparing.window, (q, k, v, None, None, 3, 3, False, 0.3))
+    torch.library.opcheck(torch.ops.sparing.segment_means, (q, None, 4))
 
 
 def test_a_method_that_stops_claiming_it_gets_float32():

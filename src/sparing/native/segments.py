@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type
 
 schemas.define("segment_means(Tensor x, Tensor? keep, int segments) -> Tensor")
 schemas.define("segment_means_backward(Tensor grad, Tensor? keep, int tokens) -> Tensor")
@@ -19,13 +19,14 @@ def segment_means(x: Tensor, keep: Tensor | None, segments: int) -> Tensor:
     """Average x (B, H, n, d) over m runs, as equal as can be, of tokens that keep (B, n) holds valid: (B, H, m, d).
 
     Run i holds the valid tokens of ranks floor(i N/m) to floor((i + 1) N/m) - 1; the mean of an empty run is zero.
+    x may have 16 bits; the means are then float32.
     """
     return torch.ops.sparing.segment_means(contiguous_rows(x), None if keep is None else keep.contiguous(), segments)
 
 
 @torch.library.register_fake("sparing::segment_means", lib=schemas)
 def _(x: Tensor, keep: Tensor | None, segments: int) -> Tensor:
-    return x.new_empty(*x.shape[:2], segments, x.shape[3])
+    return x.new_empty(*x.shape[:2], segments, x.shape[3], dtype=wide_type(x))
 
 
 @torch.library.register_fake("sparing::segment_means_backward", lib=schemas)

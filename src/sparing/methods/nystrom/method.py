@@ -53,7 +53,7 @@ class Nystrom(Method):
 
     name = "nystrom"
     budget = "landmarks"
-    supports = Supports(mixes_queries=True, position_based=True, training_free=True)
+    supports = Supports(mixes_queries=True, position_based=True, native_16bit=True, training_free=True)
 
     landmarks: int = knob(64, minimum=1)
     solver: str = knob("iterative", choices=("iterative", "exact"))
@@ -65,7 +65,8 @@ class Nystrom(Method):
         check_width(self.name, self.convolution)
 
     def claims(self) -> Supports:
-        return beside_convolution(type(self).supports, self.convolution)
+        own = replace(type(self).supports, native_16bit=self.solver == "iterative")
+        return beside_convolution(own, self.convolution)
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.convolution is not None:

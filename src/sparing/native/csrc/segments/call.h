@@ -7,7 +7,7 @@ namespace sparing {
 
 template <class T>
 struct Segments {
-  Tokens<const T> x;    // tokens in the forward pass, gradients of the means in the backward pass
+  StoredTokens<T> x;    // tokens in the forward pass, gradients of the means in the backward pass
   const uint8_t* keep;  // [items][tokens], 0 for padded tokens; null: all are valid
   int64_t items, heads, tokens, width, segments;
   T* out;  // [items][heads][segments][width] forward, [items][heads][tokens][width] backward

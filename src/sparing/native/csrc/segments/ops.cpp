@@ -19,10 +19,10 @@ Segments<T> describe(const Tensor& x, const Optional& keep, int64_t tokens, int6
 }
 
 Tensor means(Tensor x, Optional keep, int64_t segments) {
-  return with_type("x", x, [&]<class T>() {
+  return with_wide_type("x", x, [&]<class T>() {
     STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
     Segments<T> call = describe<T>(x, keep, x.size(2), segments);
-    call.x = tokens<T>("x", x, call.items, call.heads, call.tokens, call.width);
+    call.x = stored<T>("x", x, call.items, call.heads, call.tokens, call.width);
     Tensor out = fresh({call.items, call.heads, segments, call.width}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     const SegmentKernels<T>& use = kernels().of<T>().segments;
@@ -36,7 +36,7 @@ Tensor means_backward(Tensor grad, Optional keep, int64_t count) {
   return with_type("grad", grad, [&]<class T>() {
     STD_TORCH_CHECK(grad.dim() == 4, "grad must have 4 axes");
     Segments<T> call = describe<T>(grad, keep, count, grad.size(2));
-    call.x = tokens<T>("grad", grad, call.items, call.heads, call.segments, call.width);
+    call.x = stored<T>("grad", grad, call.items, call.heads, call.segments, call.width);
     Tensor out = fresh({call.items, call.heads, count, call.width}, type_of<T>());
     call.out = out.mutable_data_ptr<T>();
     const SegmentKernels<T>& use = kernels().of<T>().segments;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/sums.h"
+#include "common/widen.h"
 #include "segments/call.h"
 
 namespace sparing::SPARING_ISA {
@@ -30,7 +31,7 @@ SPARING_INLINE void segments_visit(const Segments<T>& call, int64_t item, const 
 
 template <class T>
 int64_t segments_scratch(const Segments<T>& call) {
-  return 3 * call.width;
+  return 3 * call.width + call.x.room(1, call.width);
 }
 
 template <class T>
@@ -44,7 +45,7 @@ void segment_means(const Segments<T>& call, int64_t begin, int64_t end, T* scrat
     int64_t rank_in_segment = 0;
     segments_visit(call, item, [&](int64_t j, int64_t segment, int64_t size) {
       if (segment < 0) return;
-      const T* from = call.x.at(item, head, j);
+      const T* from = row_of(call.x, item, head, j, call.width, scratch + 3 * call.width);
       for (int64_t e = 0; e < call.width; ++e) part[e] += from[e];
       const bool last = ++rank_in_segment == size;
       if (!last && rank_in_segment % kRun) return;
