@@ -22,10 +22,16 @@ SPECS = (
     "window(size=10, sinks=1, global_tokens=2)",
     "nystrom(landmarks=5)",
     "nystrom(landmarks=200)",
+    "kernel(kind=elu)",
+    "kernel(kind=elu, normalize=length)",
+    "kernel(kind=elu, normalize=none)",
+    "random_features(features=20)",
 )
 LONG = (
     "window(size=128)",
     "nystrom(landmarks=32)",
+    "kernel(kind=elu)",
+    "random_features(features=64)",
 )
 
 
@@ -163,6 +169,9 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.sparing.attend, (q, k, v, None, None, 0.3))
     torch.library.opcheck(torch.ops.sparing.window, (q, k, v, None, None, 3, 3, False, 0.3))
     torch.library.opcheck(torch.ops.sparing.segment_means, (q, None, 4))
+    torch.library.opcheck(torch.ops.sparing.feature_sums, (k, None, v, None, 2, 1.0))
+    torch.library.opcheck(torch.ops.sparing.feature_mix, (q, None, v[:, :, :5].float(), None, 2, 1.0))
+    torch.library.opcheck(torch.ops.sparing.feature_causal, (q, k, v, None, None, 2, 1.0, 1.0, True))
 
 
 def test_a_method_that_stops_claiming_it_gets_float32():

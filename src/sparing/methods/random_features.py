@@ -15,6 +15,7 @@ from sparing.maths import dense
 from sparing.maths.linear import LogFeatures, feature_weights, linear_attention, linear_flops, plain_sums
 from sparing.native.causal_features import feature_causal
 from sparing.native.features import Map, feature_mix, feature_sums
+from sparing.native.tensors import wide_type, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class RandomFeatures(Method):
 
     name = "random_features"
     budget = "features"
-    supports = Supports(causal=True, stochastic=True, training_free=True)
+    supports = Supports(causal=True, stochastic=True, native_16bit=True, training_free=True)
 
     features: int = knob(256, minimum=1)
     orthogonal: bool = True
@@ -70,7 +71,7 @@ class RandomFeatures(Method):
 
     def _note_variance(self, q: Tensor, k: Tensor, call: Call) -> None:
         if call.noted:
-            q, k = _scaled(q, k, call)
+            q, k = _scaled(widened(q), widened(k), call)
             sums = plain_sums(torch.cat([k, k.square().sum(-1, keepdim=True)], dim=-1), call, q.shape[-2])
             mean = dense.divide_rows(*sums)  # mean of k' and |k'|^2 over the keys that a query sees
             square = q.square().sum(-1) + 2 * (q * mean[..., :-1]).sum(-1) + mean[..., -1]
@@ -89,7 +90,7 @@ class RandomFeatures(Method):
 
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self._note_variance(q, k, call)
-        rows = self.projection(q.shape[-1], call).to(q.dtype).expand(q.shape[0], -1, -1, -1)
+        rows = self.projection(q.shape[-1], call).to(wide_type(q)).expand(q.shape[0], -1, -1, -1)
         root = math.sqrt(abs(call.scale))
         signed = math.copysign(root, call.scale)
         if call.mask.causal:

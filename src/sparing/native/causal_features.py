@@ -10,7 +10,7 @@ from torch import Tensor
 from sparing.native.autograd import differentiable
 from sparing.native.features import Map
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type, widened
 
 _SETTINGS = "int map, float q_factor, float k_factor, bool divide"
 schemas.define(
@@ -39,6 +39,7 @@ def feature_causal(
     Where a total is too small to divide by, the row is zero. Totals are known up to a factor per row. Without `divide`
     that holds for the rows too; PLAIN_ELU has no such factor. No gradient reaches the points.
 
+    q, k and v may have 16 bits; the results are then float32.
     factors: of the queries and of the keys. keep: (B, n_k), False for keys to leave out.
     """
     points = None if points is None else contiguous_rows(points)
@@ -50,7 +51,8 @@ def feature_causal(
 
 @torch.library.register_fake("sparing::feature_causal", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+    kind = wide_type(q)
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=kind), q.new_empty(q.shape[:3], dtype=kind)
 
 
 @torch.library.register_fake("sparing::feature_causal_backward", lib=schemas)
@@ -65,7 +67,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     settings = (ctx.kind, ctx.q_factor, ctx.k_factor, ctx.divide)
-    found = torch.ops.sparing.feature_causal_backward(contiguous_rows(grad), *ctx.saved_tensors, *settings)
+    q, k, v, *others = ctx.saved_tensors
+    found = torch.ops.sparing.feature_causal_backward(
+        contiguous_rows(grad), *(widened(x) for x in (q, k, v)), *others, *settings
+    )
     return (*found, *[None] * 6)
 
 

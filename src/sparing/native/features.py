@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type, widened
 
 
 class Map(IntEnum):
@@ -51,6 +51,7 @@ def feature_sums(
     Gradients treat the level as a constant, as it cancels in a quotient; they reach the points of GAUSSIAN only.
 
     x: (B, H, n, d). points: (B, H, F, d) or None. values: (B, H, n, e). keep: (B, n), False for tokens to leave out.
+    x and values may have 16 bits; the results are then float32.
     """
     points = None if points is None else contiguous_rows(points)
     keep = None if keep is None else keep.contiguous()
@@ -63,6 +64,7 @@ def feature_mix(
     """Return sum_f phi_f(x_i) table_f (B, H, n, e) over its total sum_f phi_f(x_i) mass_f (B, H, n).
 
     Where a total is too small to divide by, the row is zero. Without a mass nothing is divided, and there is no total.
+    x may have 16 bits.
     """
     points = None if points is None else contiguous_rows(points)
     mass = None if mass is None else mass.contiguous()
@@ -78,14 +80,16 @@ def _(
     x: Tensor, points: Tensor | None, values: Tensor, keep: Tensor | None, kind: int, factor: float
 ) -> tuple[Tensor, ...]:
     shape = (*x.shape[:2], _features(x, points))
-    return x.new_empty(*shape, values.shape[3]), x.new_empty(shape), x.new_empty(x.shape[:2])
+    sums = x.new_empty(*shape, values.shape[3], dtype=wide_type(x))
+    return sums, sums.new_empty(shape), sums.new_empty(x.shape[:2])
 
 
 @torch.library.register_fake("sparing::feature_mix", lib=schemas)
 def _(
     x: Tensor, points: Tensor | None, table: Tensor, mass: Tensor | None, kind: int, factor: float
 ) -> tuple[Tensor, ...]:
-    return x.new_empty(*x.shape[:3], table.shape[3]), x.new_empty(*x.shape[:2], 0 if mass is None else x.shape[2])
+    totals = (*x.shape[:2], 0 if mass is None else x.shape[2])
+    return table.new_empty(*x.shape[:3], table.shape[3]), table.new_empty(totals)
 
 
 @torch.library.register_fake("sparing::feature_sums_backward", lib=schemas)
@@ -113,8 +117,10 @@ def _setup_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def _sums_backward(ctx: Any, grad_sums: Tensor, grad_mass: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, points, values, keep, level = ctx.saved_tensors
+    x, values = widened(x), widened(values)  # gradients have no 16-bit kernels
     found = torch.ops.sparing.feature_sums_backward(
-        contiguous_rows(grad_sums), grad_mass.contiguous(), *ctx.saved_tensors, ctx.kind, ctx.factor
+        contiguous_rows(grad_sums), grad_mass.contiguous(), x, points, values, keep, level, ctx.kind, ctx.factor
     )
     grad_x, grad_points, grad_values = found
     return grad_x, grad_points if ctx.kind == Map.GAUSSIAN else None, grad_values, None, None, None
@@ -127,7 +133,9 @@ def _setup_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _mix_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: under checkpointing they can be unpacked only once
-    found = torch.ops.sparing.feature_mix_backward(contiguous_rows(grad), *saved, ctx.kind, ctx.factor)
+    found = torch.ops.sparing.feature_mix_backward(
+        contiguous_rows(grad), widened(saved[0]), *saved[1:], ctx.kind, ctx.factor
+    )
     grad_x, grad_points, grad_table, grad_mass = found
     divided = saved[3] is not None
     return (

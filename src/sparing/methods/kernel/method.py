@@ -68,7 +68,7 @@ class Kernel(Method):
             )
 
     def claims(self) -> Supports:
-        return replace(type(self).supports, training_free=self.kind == "exp")
+        return replace(type(self).supports, training_free=self.kind == "exp", native_16bit=self.kind == "elu")
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.kind == "gaussian" and call.scale < 0:
@@ -183,10 +183,11 @@ class Kernel(Method):
         if self.normalize == "none":
             return out
         if self.normalize == "length":
-            return dense.divide_rows(out, plain_sums(v, call, q.shape[-2])[1])
+            _, count = plain_sums(v[..., :0].to(out.dtype), call, q.shape[-2])  # the values do not matter
+            return dense.divide_rows(out, count)
         empty = dense.vanishes(total)
         if bool(empty.any()):
-            means = dense.divide_rows(*plain_sums(v, call, q.shape[-2]))
+            means = dense.divide_rows(*plain_sums(v.to(out.dtype), call, q.shape[-2]))
             out = torch.where(empty.unsqueeze(-1), means, out)
         return out
 

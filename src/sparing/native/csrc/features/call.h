@@ -19,7 +19,7 @@ enum class FeatureMap : int64_t {
 template <class T>
 struct Featured {
   FeatureMap map;
-  Tokens<const T> x;
+  StoredTokens<T> x;       // 16 bits in forward passes only, as are values
   Tokens<const T> points;  // p_f, [items][heads][features]; not read where the map has none
   int64_t items, heads, tokens, depth, features;
   T factor;
@@ -30,7 +30,7 @@ struct Featured {
 template <class T>
 struct FeatureSums {
   Featured<T> from;
-  Tokens<const T> values;
+  StoredTokens<T> values;
   const uint8_t* keep;  // [items][tokens]; null if all are valid
   int64_t width, chunk, chunks;
   T *part_sums, *part_mass, *part_level;  // [items][heads][chunks] of [features][padded width], [features], one
@@ -69,7 +69,7 @@ struct FeatureGrads {
 template <class T>
 struct FeatureCausal {
   Featured<T> q, k;  // with the same points
-  Tokens<const T> values;
+  StoredTokens<T> values;
   const uint8_t* keep;  // [items][tokens of k]; null if all are valid
   int64_t width;
   bool divide;

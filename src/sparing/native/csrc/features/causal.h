@@ -6,6 +6,7 @@
 #include "common/simd.h"
 #include "common/softmax.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "features/call.h"
 #include "features/maps.h"
 #include "features/sums.h"
@@ -21,6 +22,7 @@ struct CausalBlock {
   T* sums;    // [width][kRows]
   T* masses;  // [features]
   T* level;   // [kRows]
+  T* room;    // [kRows][width] values of 16 bits, widened
   int64_t first, queries, keys;
   int64_t places[kRows];  // positions of the keys, counted from `first`
   const T *query[kRows], *key[kRows], *value[kRows];
@@ -36,6 +38,7 @@ CausalBlock<T> causal_block(Supply<T>& supply, const FeatureCausal<T>& call) {
   block.sums = supply.take(call.width * kRows);
   block.masses = supply.take(call.q.features);
   block.level = supply.take(kRows);
+  block.room = supply.take(call.values.room(kRows, call.width));
   return block;
 }
 
@@ -47,11 +50,12 @@ void load_block(const FeatureCausal<T>& call, int64_t item, int64_t head, int64_
   block.queries = n_q - first < kRows ? n_q - first : kRows;
   for (int64_t r = 0; r < block.queries; ++r) {
     const int64_t j = first + r;
-    block.query[r] = call.q.x.at(item, head, j);
+    block.query[r] = token_of(call.q, item, head, j, r, block.q);
     if (j >= n_k || (call.keep && !call.keep[item * n_k + j])) continue;
-    block.places[block.keys] = r;
-    block.key[block.keys] = call.k.x.at(item, head, j);
-    block.value[block.keys++] = call.values.at(item, head, j);
+    const int64_t c = block.keys++;
+    block.places[c] = r;
+    block.key[c] = token_of(call.k, item, head, j, c, block.k);
+    block.value[c] = row_of(call.values, item, head, j, call.width, block.room + call.values.room(c, call.width));
   }
   features_of(call.q, item, head, block.query, block.queries, block.q);
   if (block.keys) features_of(call.k, item, head, block.key, block.keys, block.k);

@@ -4,6 +4,7 @@
 #include "common/simd.h"
 #include "common/softmax.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "features/call.h"
 
 namespace sparing::SPARING_ISA {
@@ -15,6 +16,7 @@ struct FeatureBlock {
   T* phi;      // [features][kRows]
   T* log;      // [kRows]
   T* one;      // [kRows] what represents 1 in phi; set by elu
+  T* room;     // [kRows][depth] tokens of 16 bits, widened
 };
 
 // Hands out scratch memory; with memory == nullptr it only counts.
@@ -32,7 +34,15 @@ struct Supply {
 
 template <class T>
 FeatureBlock<T> feature_block(Supply<T>& supply, const Featured<T>& from) {
-  return {supply.take(from.depth * kRows), supply.take(from.features * kRows), supply.take(kRows), supply.take(kRows)};
+  return {supply.take(from.depth * kRows), supply.take(from.features * kRows), supply.take(kRows), supply.take(kRows),
+          supply.take(from.x.room(kRows, from.depth))};
+}
+
+// Returns token j as row r of a block.
+template <class T>
+SPARING_INLINE const T* token_of(const Featured<T>& from, int64_t item, int64_t head, int64_t j, int64_t r,
+                                 const FeatureBlock<T>& block) {
+  return row_of(from.x, item, head, j, from.depth, block.room + from.x.room(r, from.depth));
 }
 
 // Calls visit(first feature, how many) for tiles of features that fit the L1 cache together with their block.

@@ -14,7 +14,7 @@ Featured<T> featured(const char* name, const Tensor& x, const Optional& points, 
   Featured<T> from{};
   from.map = FeatureMap(map);
   from.items = x.size(0), from.heads = x.size(1), from.tokens = x.size(2), from.depth = x.size(3);
-  from.x = tokens<T>(name, x, from.items, from.heads, from.tokens, from.depth);
+  from.x = stored<T>(name, x, from.items, from.heads, from.tokens, from.depth);
   from.factor = T(factor);
   from.features = from.depth;
   const bool with_points = from.map == FeatureMap::gaussian || from.map == FeatureMap::exponential;
@@ -37,13 +37,13 @@ void cut(Call& call) {
 
 std::tuple<Tensor, Tensor, Tensor> sums(Tensor x, Optional points, Tensor values, Optional keep, int64_t map,
                                         double factor) {
-  return with_type("x", x, [&]<class T>() {
+  return with_wide_type("x", x, [&]<class T>() {
     FeatureSums<T> call{};
     call.from = featured<T>("x", x, points, map, factor);
     const int64_t b = call.from.items, h = call.from.heads, n = call.from.tokens, f = call.from.features;
     STD_TORCH_CHECK(values.dim() == 4, "values must have 4 axes");
     call.width = values.size(3);
-    call.values = tokens<T>("values", values, b, h, n, call.width);
+    call.values = stored<T>("values", values, b, h, n, call.width);
     call.keep = mask("keep", keep, b, n);
     cut(call);
     const FeatureKernels<T>& use = kernels().of<T>().features;
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> sums(Tensor x, Optional points, Tensor values
 }
 
 std::tuple<Tensor, Tensor> mix(Tensor x, Optional points, Tensor table, Optional mass, int64_t map, double factor) {
-  return with_type("x", x, [&]<class T>() {
+  return with_wide_type("x", x, [&]<class T>() {
     FeatureMix<T> call{};
     call.from = featured<T>("x", x, points, map, factor);
     const int64_t b = call.from.items, h = call.from.heads, n = call.from.tokens, f = call.from.features;
@@ -94,6 +94,7 @@ std::tuple<Tensor, Tensor> run_grads(FeatureGrads<T>& call) {
   const int64_t f = call.from.features;
   const bool gaussian = call.from.map == FeatureMap::gaussian;
   const FeatureKernels<T>& use = kernels().of<T>().features;
+  check_wide("x", call.from.x);
   cut(call);
   const int64_t tasks = b * h * call.chunks;
   Tensor part_right = fresh({call.mixing ? tasks : 0, f, use.padded_width(call.width)}, type_of<T>());
@@ -167,7 +168,7 @@ FeatureCausal<T> describe_causal(const Tensor& q, const Tensor& k, const Tensor&
   check_sizes("k", k, {call.q.items, call.q.heads, call.k.tokens, call.q.depth});
   STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
   call.width = v.size(3);
-  call.values = tokens<T>("v", v, call.q.items, call.q.heads, call.k.tokens, call.width);
+  call.values = stored<T>("v", v, call.q.items, call.q.heads, call.k.tokens, call.width);
   call.keep = mask("keep", keep, call.q.items, call.k.tokens);
   call.divide = divide;
   return call;
@@ -175,7 +176,7 @@ FeatureCausal<T> describe_causal(const Tensor& q, const Tensor& k, const Tensor&
 
 std::tuple<Tensor, Tensor> causal(Tensor q, Tensor k, Tensor v, Optional points, Optional keep, int64_t map,
                                   double q_factor, double k_factor, bool divide) {
-  return with_type("q", q, [&]<class T>() {
+  return with_wide_type("q", q, [&]<class T>() {
     FeatureCausal<T> call = describe_causal<T>(q, k, v, points, keep, map, q_factor, k_factor, divide);
     const int64_t b = call.q.items, h = call.q.heads, n = call.q.tokens;
     Tensor out = fresh({b, h, n, call.width}, type_of<T>());
@@ -195,6 +196,7 @@ std::tuple<Tensor, Tensor, Tensor> causal_backward(Tensor grad, Tensor q, Tensor
   return with_type("q", q, [&]<class T>() {
     FeatureCausal<T> call = describe_causal<T>(q, k, v, points, keep, map, q_factor, k_factor, divide);
     const int64_t b = call.q.items, h = call.q.heads, n = call.q.tokens, n_k = call.k.tokens, d = call.q.depth;
+    check_wide("q", call.q.x), check_wide("k", call.k.x), check_wide("v", call.values);
     call.grad = tokens<T>("grad", grad, b, h, n, call.width);
     call.out = const_cast<T*>(packed<T>("out", out, {b, h, n, call.width}));  // only read
     call.total = const_cast<T*>(packed<T>("total", total, {b, h, n}));        // only read

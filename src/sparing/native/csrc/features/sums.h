@@ -5,6 +5,7 @@
 #include "common/softmax.h"
 #include "common/sums.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "features/call.h"
 #include "features/maps.h"
 
@@ -101,6 +102,7 @@ int64_t feature_sums_scratch(const FeatureSums<T>& call) {
   feature_block(supply, call.from);
   T aside;
   feature_state(supply, call.from.features, call.width, &aside);
+  supply.take(call.values.room(kRows, call.width));
   return supply.used;
 }
 
@@ -111,6 +113,7 @@ void feature_sums(const FeatureSums<T>& call, int64_t begin, int64_t end, T* scr
   FeatureBlock<T> block = feature_block(supply, from);
   const int64_t size = from.features * padded<T>(call.width);
   FeatureState<T> state = feature_state(supply, from.features, call.width, call.part_sums);
+  T* room = supply.take(call.values.room(kRows, call.width));
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / call.chunks, item = unit / from.heads, head = unit % from.heads;
     const int64_t first = task % call.chunks * call.chunk;
@@ -122,8 +125,9 @@ void feature_sums(const FeatureSums<T>& call, int64_t begin, int64_t end, T* scr
       int64_t count = 0;
       for (; j < last && count < kRows; ++j) {
         if (call.keep && !call.keep[item * from.tokens + j]) continue;
-        keys[count] = from.x.at(item, head, j);
-        values[count++] = call.values.at(item, head, j);
+        keys[count] = token_of(from, item, head, j, count, block);
+        values[count] = row_of(call.values, item, head, j, call.width, room + call.values.room(count, call.width));
+        ++count;
       }
       if (!count) continue;
       features_of(from, item, head, keys, count, block);
@@ -207,7 +211,7 @@ void feature_mix(const FeatureMix<T>& call, int64_t begin, int64_t end, T* scrat
     const int64_t first = task % blocks * kRows;
     const int64_t count = from.tokens - first < kRows ? from.tokens - first : kRows;
     const T* queries[kRows];
-    for (int64_t r = 0; r < count; ++r) queries[r] = from.x.at(item, head, first + r);
+    for (int64_t r = 0; r < count; ++r) queries[r] = token_of(from, item, head, first + r, r, block);
     features_of(from, item, head, queries, count, block);
     for (int64_t i = 0; i < call.width * kRows; ++i) sums[i] = T(0);
     in_feature_tiles(from.features, [&](int64_t f, int64_t some) {
