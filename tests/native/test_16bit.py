@@ -26,12 +26,14 @@ SPECS = (
     "kernel(kind=elu, normalize=length)",
     "kernel(kind=elu, normalize=none)",
     "random_features(features=20)",
+    "top_keys(keys=7)",
 )
 LONG = (
     "window(size=128)",
     "nystrom(landmarks=32)",
     "kernel(kind=elu)",
     "random_features(features=64)",
+    "top_keys(keys=16)",
 )
 
 
@@ -172,6 +174,7 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.sparing.feature_sums, (k, None, v, None, 2, 1.0))
     torch.library.opcheck(torch.ops.sparing.feature_mix, (q, None, v[:, :, :5].float(), None, 2, 1.0))
     torch.library.opcheck(torch.ops.sparing.feature_causal, (q, k, v, None, None, 2, 1.0, 1.0, True))
+    torch.library.opcheck(torch.ops.sparing.top_keys, (q, k, v, None, 4, True, 0.3, True))
 
 
 def test_a_method_that_stops_claiming_it_gets_float32():

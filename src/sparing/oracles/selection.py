@@ -38,7 +38,14 @@ class TopKeys(Method):
     budget = "keys"
     oracle = True
     supports = Supports(
-        causal=True, attn_mask="any", gradient=False, lse=True, decode=True, adopt=True, training_free=True
+        causal=True,
+        attn_mask="any",
+        gradient=False,
+        lse=True,
+        decode=True,
+        native_16bit=True,
+        adopt=True,
+        training_free=True,
     )
 
     keys: int = knob(64, minimum=1)

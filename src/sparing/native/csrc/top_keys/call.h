@@ -7,7 +7,7 @@ namespace sparing {
 // Softmax attention of each query to the keys with its largest scores.
 template <class T>
 struct TopKeys {
-  Tokens<const T> q, k, v;
+  StoredTokens<T> q, k, v;
   const uint8_t* keep;  // [items][keys], 0 for padded keys; null: all are valid
   int64_t items, heads, queries, keys, depth, width;
   int64_t chosen;  // how many keys a query attends to, at most `keys`

@@ -6,7 +6,7 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> keep, int64_t keys,
                                            bool causal, double scale, bool with_all) {
-  return with_type("q", q, [&]<class T>() {
+  return with_wide_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(q.dim() == 4, "q must have 4 axes");
     STD_TORCH_CHECK(k.dim() == 4, "k must have 4 axes");
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
@@ -19,9 +19,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::op
     call.chosen = keys < call.keys ? keys : call.keys;
     call.causal = causal;
     call.scale = T(scale);
-    call.q = tokens<T>("q", q, call.items, call.heads, call.queries, call.depth);
-    call.k = tokens<T>("k", k, call.items, call.heads, call.keys, call.depth);
-    call.v = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
+    call.q = stored<T>("q", q, call.items, call.heads, call.queries, call.depth);
+    call.k = stored<T>("k", k, call.items, call.heads, call.keys, call.depth);
+    call.v = stored<T>("v", v, call.items, call.heads, call.keys, call.width);
     call.keep = mask("keep", keep, call.items, call.keys);
     Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
     Tensor lse = fresh({call.items, call.heads, call.queries}, type_of<T>());

@@ -7,6 +7,7 @@
 #include "common/softmax.h"
 #include "common/sums.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "top_keys/call.h"
 
 namespace sparing::SPARING_ISA {
@@ -87,7 +88,8 @@ struct Candidates {
 
   // Writes the softmax-weighted sum of the candidates' values and the log-sum-exp; zeros and -inf without candidates.
   // `sums` is working memory, [2][width].
-  void finish(const T* values, int64_t stride, int64_t width, T* sums, T* out, T* lse) {
+  template <class E>
+  void finish(const E* values, int64_t stride, int64_t width, T* sums, T* out, T* lse) {
     T top = kNever<T>;
     for (int64_t c = 0; c < count; ++c) top = scores[c] > top ? scores[c] : top;
     for (int64_t c = count; c % lanes<T>; ++c) scores[c] = kNever<T>;
@@ -99,7 +101,7 @@ struct Candidates {
     const T inverse = inverse_of(total);
     for (int64_t c = 0; c < count; ++c) scores[c] *= inverse;
     clear(sums, 2 * width);
-    add_rows<T>(scores, keys, count, values, stride, width, sums, width);
+    add_rows<T, E>(scores, keys, count, values, stride, width, sums, width);
     for (int64_t e = 0; e < width; ++e) out[e] = sums[e];
     *lse = log_sum_exp(top, total);
   }
@@ -148,7 +150,7 @@ template <class T>
 int64_t top_keys_scratch(const TopKeys<T>& call) {
   static_assert(sizeof(Int<T>) == sizeof(T));
   return softmax_scratch<T>(call.depth, 0, false) + kRows * (2 * whole_vectors<T>(top_keys_room(call)) + 1) +
-         2 * call.width;
+         2 * call.width + call.q.room(kRows, call.depth) + call.k.room(kKeys, call.depth);
 }
 
 template <class T>
@@ -163,13 +165,15 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
     lists[r].keys = reinterpret_cast<Int<T>*>(lists[r].scores + step);
   }
   T* sums = limits + kRows + 2 * kRows * step;
+  T *query_room = sums + 2 * call.width, *key_room = query_room + call.q.room(kRows, call.depth);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / blocks, first = task % blocks * kRows;
     const int64_t item = unit / call.heads, head = unit % call.heads;
     const int64_t count = call.queries - first < kRows ? call.queries - first : kRows;
     const int64_t last = call.causal && first + count < call.keys ? first + count : call.keys;
     const T *queries[kRows], *keys[kKeys];
-    for (int64_t r = 0; r < count; ++r) queries[r] = call.q.at(item, head, first + r);
+    for (int64_t r = 0; r < count; ++r)
+      queries[r] = row_of(call.q, item, head, first + r, call.depth, query_room + call.q.room(r, call.depth));
     transpose<T>(queries, count, call.depth, call.scale, block.queries);
     start(block);
     // Lanes beyond the queries collect nothing.
@@ -180,7 +184,8 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
       for (; found < kKeys && next < last; ++next) {
         if (call.keep && !call.keep[item * call.keys + next]) continue;
         place[found] = Int<T>(next);
-        keys[found++] = call.k.at(item, head, next);
+        keys[found] = row_of(call.k, item, head, next, call.depth, key_room + call.k.room(found, call.depth));
+        ++found;
       }
       const auto visit = [&](const auto& mask) {
         for (int strip = 0; strip < kRows; strip += kStrip<T>) masked_scores(block, keys, {0, found}, strip, mask);
@@ -192,12 +197,13 @@ void top_keys_forward(const TopKeys<T>& call, int64_t begin, int64_t end, T* scr
       else
         visit(SeesAll{});
     }
-    const T* values = call.v.at(item, head, 0);
     const int64_t row = unit * call.queries + first;
     for (int64_t r = 0; r < count; ++r) {
       if (lists[r].count > call.chosen) lists[r].cut(call.chosen);
-      lists[r].finish(values, call.v.token_step, call.width, sums, call.out + (row + r) * call.width,
-                      call.lse + row + r);
+      with_stored(call.v, item, head, 0, [&](const auto* values) {
+        lists[r].finish(values, call.v.token_step, call.width, sums, call.out + (row + r) * call.width,
+                        call.lse + row + r);
+      });
     }
     for (int64_t r = 0; call.all_lse && r < count; ++r)
       call.all_lse[row + r] = log_sum_exp(block.top[r], block.total[r]);
