@@ -27,6 +27,8 @@ SPECS = (
     "kernel(kind=elu, normalize=none)",
     "random_features(features=20)",
     "top_keys(keys=7)",
+    "lsh(rounds=2, chunk=8)",
+    "lsh(rounds=2, chunk=8, combine=sum)",
 )
 LONG = (
     "window(size=128)",
@@ -34,6 +36,7 @@ LONG = (
     "kernel(kind=elu)",
     "random_features(features=64)",
     "top_keys(keys=16)",
+    "lsh(rounds=2)",
 )
 
 

@@ -54,7 +54,9 @@ class Lsh(Method):
 
     name = "lsh"
     budget = "rounds"
-    supports = Supports(causal=True, lse=True, stochastic=True, position_based=True, training_free=True)
+    supports = Supports(
+        causal=True, lse=True, stochastic=True, position_based=True, native_16bit=True, training_free=True
+    )
 
     rounds: int = knob(4, minimum=1)
     chunk: int = knob(64, minimum=1)
@@ -72,7 +74,10 @@ class Lsh(Method):
     def claims(self) -> Supports:
         # The rank of a query depends on later queries, and has no meaning if there are more or fewer keys.
         by_bucket = self.align == "bucket"
-        return replace(type(self).supports, causal=by_bucket, cross_attention=by_bucket, mixes_queries=not by_bucket)
+        return replace(
+            type(self).supports, causal=by_bucket, cross_attention=by_bucket, mixes_queries=not by_bucket,
+            native_16bit=self.combine != "ips",
+        )  # fmt: skip
 
     def bucket_counts(self, count: Tensor) -> Tensor:
         """Return the number of buckets for each number of valid keys; keys that fit into a chunk share one."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type, widened
 
 Rule = Literal["bucket", "causal", "rank"]
 _RULES: tuple[Rule, ...] = ("bucket", "causal", "rank")  # in the order of the enumeration in lsh_arcs.h
@@ -51,7 +51,8 @@ def lsh(
 
     in_q, in_k: (rounds, B, H, n) buckets as int32. rule: `by_bucket`, `by_bucket_causal` or `by_rank` of
     `sparing.methods.lsh.arcs`. once: a key that several rounds show counts once, else as often as it is shown. Where
-    n_q = n_k, a query that no round shows a key sees its own.
+    n_q = n_k, a query that no round shows a key sees its own. q, k and v may have 16 bits; output and log-sum-exp are
+    then float32.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     keep, influence = (None if x is None else x.contiguous() for x in (keep, influence))
@@ -67,8 +68,8 @@ def _(x: Tensor, rotations: Tensor, used: Tensor) -> Tensor:
 
 @torch.library.register_fake("sparing::lsh", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *limits: Any) -> tuple[Tensor, ...]:
-    hits = q.new_empty(q.shape[:3], dtype=torch.int64)
-    return q.new_empty(*q.shape[:3], v.shape[3]), *(q.new_empty(q.shape[:3]) for _ in range(3)), hits
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide_type(q))
+    return out, *(out.new_empty(q.shape[:3]) for _ in range(3)), q.new_empty(q.shape[:3], dtype=torch.int64)
 
 
 @torch.library.register_fake("sparing::lsh_backward", lib=schemas)
@@ -85,6 +86,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, in_q, in_k, keep, influence, out, top, total = ctx.saved_tensors
+    q, k, v = (widened(x) for x in (q, k, v))  # gradients have no 16-bit kernels
     grads = torch.ops.sparing.lsh_backward(
         contiguous_rows(grad), lse_grad.contiguous(), q, k, v, out, top, total, in_q, in_k, keep, influence, *ctx.limits
     )
