@@ -205,7 +205,8 @@ def test_a_convolution_narrows_the_claims():
     """It follows the order of the tokens, sees later ones, and needs a value for every query."""
     plain, filtered = Yoso(), Yoso(convolution=3)
     assert (plain.supports.position_based, plain.supports.causal, plain.supports.cross_attention) == (False, True, True)
-    assert filtered.supports == replace(plain.supports, position_based=True, causal=False, cross_attention=False)
+    narrowed = {"position_based": True, "causal": False, "cross_attention": False, "native_16bit": False}
+    assert filtered.supports == replace(plain.supports, **narrowed)
     assert not Yoso(convolution=3, expectation=True).supports.stochastic
     state, x = filtered.learned(2, 16, 8, None), clustered(20)
     with pytest.raises(Unsupported, match=r"yoso.* does not support is_causal=True"):

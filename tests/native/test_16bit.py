@@ -29,6 +29,8 @@ SPECS = (
     "top_keys(keys=7)",
     "lsh(rounds=2, chunk=8)",
     "lsh(rounds=2, chunk=8, combine=sum)",
+    "yoso(hashes=8)",
+    "yoso(hashes=8, hash=gaussian, normalize=sum)",
 )
 LONG = (
     "window(size=128)",
@@ -37,6 +39,7 @@ LONG = (
     "random_features(features=64)",
     "top_keys(keys=16)",
     "lsh(rounds=2)",
+    "yoso(hashes=8)",
 )
 
 

@@ -26,6 +26,7 @@ from sparing.maths.linalg import unit_rows
 from sparing.methods.yoso import native as kernels
 from sparing.methods.yoso.collisions import PURPOSE, Sampler, collision_sums
 from sparing.native.derivatives import once_differentiable
+from sparing.native.tensors import wide_type
 
 _MOST_BITS = 16
 _STEEPEST = math.cos(1e-3)
@@ -71,7 +72,7 @@ class Yoso(Method):
     name = "yoso"
     target = "angular"
     budget = "hashes"
-    supports = Supports(causal=True, stochastic=True)
+    supports = Supports(causal=True, stochastic=True, native_16bit=True)
 
     hashes: int = knob(32, minimum=1)
     bits: int | None = knob(None, kind=int, minimum=1, maximum=_MOST_BITS)
@@ -86,7 +87,10 @@ class Yoso(Method):
         check_width(self.name, self.convolution)
 
     def claims(self) -> Supports:
-        return beside_convolution(replace(type(self).supports, stochastic=not self.expectation), self.convolution)
+        sampled = not self.expectation
+        return beside_convolution(
+            replace(type(self).supports, stochastic=sampled, native_16bit=sampled), self.convolution
+        )
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.convolution is not None:
@@ -134,7 +138,7 @@ class Yoso(Method):
         if call.noted:
             call.note(query_codes=kernels.codes(q, *sampling), key_codes=kernels.codes(k, *sampling))
         exact = self.gradient == "exact"
-        unit = _shortest(q.dtype) if self.normalize == "l2" else None
+        unit = _shortest(wide_type(q)) if self.normalize == "l2" else None
         sums = kernels.collision_sums(q, k, self._values(v), call.mask.keep, *sampling, call.mask.causal, exact, unit)
         return self._normalized(sums, v, call, by=lambda rows, _: rows)  # the kernel has divided already
 

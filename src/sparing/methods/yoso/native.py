@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparing.native.autograd import differentiable
 from sparing.native.library import schemas
-from sparing.native.tensors import contiguous_rows
+from sparing.native.tensors import contiguous_rows, wide_type, widened
 
 _SAMPLING = "Tensor streams, Tensor bits, int seed, int[] purposes, int hashes, bool gaussian"
 _CALL = f"Tensor q, Tensor k, Tensor v, Tensor? keep, {_SAMPLING}, bool causal, bool exact, float? unit"
@@ -48,7 +48,7 @@ def collision_sums(
 ) -> Tensor:
     """Return B V (B, H, n_q, e), where B_ij is the fraction of the hashes in which query i and key j collide.
 
-    q, k: rows of any norm; only their direction counts. v: in the type of q, or bfloat16; sums are in the type of q.
+    q, k: rows of any norm; only their direction counts. Each of q, k and v may have 16 bits; sums are then float32.
     keep: (B, n_k), False for padded keys.
     streams (H,), seed (a signed 64-bit integer), purposes: key of the random numbers, one purpose per group of hashes.
     bits: (B or 1,), bits per code. gaussian: normal hyperplanes instead of Hadamard matrices.
@@ -70,7 +70,8 @@ def _(x: Tensor, streams: Tensor, bits: Tensor, seed: int, purposes: Any, hashes
 
 @torch.library.register_fake("sparing::yoso", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(0 if others[-1] is None else q.shape[:3])
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide_type(q))
+    return out, out.new_empty(0 if others[-1] is None else q.shape[:3])
 
 
 @torch.library.register_fake("sparing::yoso_backward", lib=schemas)
@@ -90,13 +91,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     out, inverse, q, k, v, keep, streams, bits = ctx.saved_tensors
+    q, k, v = (widened(x) for x in (q, k, v))  # gradients have no 16-bit kernels
     needed = ctx.needs_input_grad[:3]
     # The codes are drawn again, so that what is saved does not grow with the number of hashes.
     grads = torch.ops.sparing.yoso_backward(
-        contiguous_rows(grad), out, inverse, q, k, v.to(q.dtype), keep, streams, bits, *ctx.settings, *needed
+        contiguous_rows(grad), out, inverse, q, k, v, keep, streams, bits, *ctx.settings, *needed
     )
     grad_q, grad_k, grad_v = (g if wanted else None for g, wanted in zip(grads, needed, strict=True))
-    return grad_q, grad_k, None if grad_v is None else grad_v.to(v.dtype), *[None] * 10
+    return grad_q, grad_k, grad_v, *[None] * 10
 
 
 differentiable("yoso", _backward, _setup)

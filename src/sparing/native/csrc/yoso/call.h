@@ -21,7 +21,7 @@ struct UnitRows {
 // they are read as gradients with respect to the rows before normalisation: (x - unit (unit . x)) / length.
 template <class T>
 struct Values {
-  Tokens<const T> x;
+  StoredTokens<T> x;  // 16 bits only without `unit`
   int64_t heads, tokens, width;
   Tokens<const T> unit;  // null: none
   const T* inverse;      // [items][heads][tokens] 1 / length
@@ -40,7 +40,7 @@ struct Coded {
 // b-th hyperplane of hash h.
 template <class T>
 struct HashCodes {
-  Tokens<const T> x;
+  StoredTokens<T> x;
   Coded coded;
   int64_t items, heads, depth, hashes;
   int64_t first_head, some_heads;
@@ -62,7 +62,6 @@ template <class T>
 struct TableSums {
   Coded from, to;
   Values<T> values;
-  Tokens<const uint16_t> short_values;  // bfloat16 values instead of `values`, or null
   int64_t items, heads, width, hashes;
   const int32_t* bits;
   int64_t most_bits;
@@ -78,7 +77,7 @@ template <class T>
 struct PairSums {
   Coded queries, keys;
   Values<T> grads, values;  // the gradient of the sums at the queries, and the values of the keys
-  Tokens<const T> q, k;     // rows of `depth` entries, not normalised
+  StoredTokens<T> q, k;     // rows of `depth` entries, not normalised, not of 16 bits
   int64_t items, heads, depth, width, hashes;
   const int32_t* bits;
   int64_t most_bits;

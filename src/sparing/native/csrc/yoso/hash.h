@@ -4,6 +4,7 @@
 
 #include "common/simd.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "yoso/call.h"
 #include "yoso/unit_rows.h"
 
@@ -144,6 +145,7 @@ SPARING_INLINE void hash_bit(const HashLanes<T>& l, const T* signs, int64_t size
 template <class T>
 void hadamard_codes(const HashCodes<T>& call, int64_t item, int64_t head, int64_t begin, int64_t end, T* scratch) {
   const HashLanes<T> l(scratch, call.size);
+  T* room = scratch + HashLanes<T>::entries(call.size);
   const int64_t unit = item * call.heads + head, tokens = call.coded.tokens;
   const T* signs = call.signs + (head - call.first_head) * call.most_bits * 3 * call.size;
   const T sure = rotation_margin<T>(call.size);
@@ -156,7 +158,7 @@ void hadamard_codes(const HashCodes<T>& call, int64_t item, int64_t head, int64_
         for (int64_t k = 0; k < call.depth; ++k) l.x[k][r] = T(0);
         continue;
       }
-      const T* row = call.x.at(item, head, call.coded.places[item * tokens + at + r]);
+      const T* row = row_of(call.x, item, head, call.coded.places[item * tokens + at + r], call.depth, room);
       const Shrink unit_of = to_unit(row, call.depth, kNoDirection);
       for (int64_t k = 0; k < call.depth; ++k) l.x[k][r] = T(unit_of(double(row[k])));
       if (unit_of.second > 0) margin[r] = sure;
@@ -177,7 +179,7 @@ void hadamard_codes(const HashCodes<T>& call, int64_t item, int64_t head, int64_
 
 template <class T>
 void gaussian_codes(const HashCodes<T>& call, int64_t item, int64_t head, int64_t begin, int64_t end, T* scratch) {
-  T *columns = scratch, *products = columns + call.depth * kRows;
+  T *columns = scratch, *products = columns + call.depth * kRows, *room = products + kHashesAtOnce * kRows;
   const int64_t unit = item * call.heads + head, tokens = call.coded.tokens, count = end - begin;
   bool directed[kRows];
   for (int64_t r = 0; r < kRows; ++r) {
@@ -185,7 +187,7 @@ void gaussian_codes(const HashCodes<T>& call, int64_t item, int64_t head, int64_
       for (int64_t k = 0; k < call.depth; ++k) columns[k * kRows + r] = T(0);
       continue;
     }
-    const T* row = call.x.at(item, head, call.coded.places[item * tokens + begin + r]);
+    const T* row = row_of(call.x, item, head, call.coded.places[item * tokens + begin + r], call.depth, room);
     const Shrink unit_of = to_unit(row, call.depth, kNoDirection);
     for (int64_t k = 0; k < call.depth; ++k) columns[k * kRows + r] = T(unit_of(double(row[k])));
     directed[r] = unit_of.second > 0;
@@ -225,7 +227,8 @@ int64_t hash_tasks(const HashCodes<T>& call) {
 
 template <class T>
 int64_t hash_scratch(const HashCodes<T>& call) {
-  return call.signs ? HashLanes<T>::entries(call.size) : (call.depth + kHashesAtOnce) * kRows;
+  const int64_t own = call.signs ? HashLanes<T>::entries(call.size) : (call.depth + kHashesAtOnce) * kRows;
+  return own + call.x.room(1, call.depth);
 }
 
 template <class T>

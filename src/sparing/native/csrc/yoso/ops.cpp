@@ -14,11 +14,11 @@ constexpr int64_t kRowsOfATask = 256;
 int64_t hashes_at_once(int64_t hashes) { return hashes < kHashesAtOnce ? hashes : kHashesAtOnce; }
 
 Tensor codes(Tensor x, Tensor streams, Tensor bits, int64_t seed, Numbers purposes, int64_t hashes, bool gaussian) {
-  return with_type("x", x, [&]<class T>() {
+  return with_wide_type("x", x, [&]<class T>() {
     STD_TORCH_CHECK(x.dim() == 4, "x must have 4 axes");
     const int64_t items = x.size(0), heads = x.size(1), count = x.size(2), depth = x.size(3);
     const Sampling sampling(streams, bits, seed, purposes, hashes, gaussian, items, heads, depth);
-    const Side<T> side(tokens<T>("x", x, items, heads, count, depth), nullptr, items, heads, count,
+    const Side<T> side(stored<T>("x", x, items, heads, count, depth), nullptr, items, heads, count,
                        hashes_at_once(hashes));
     Tensor out = fresh({items, heads, count, hashes}, ScalarType::Long);
     int64_t *to = out.mutable_data_ptr<int64_t>(), done = 0;
@@ -32,15 +32,6 @@ Tensor codes(Tensor x, Tensor streams, Tensor bits, int64_t seed, Numbers purpos
     }
     return out;
   });
-}
-
-// Views bfloat16 values as 16-bit integers.
-Tokens<const uint16_t> short_tokens(const char* name, const Tensor& tensor, int64_t items, int64_t heads, int64_t count,
-                                    int64_t width) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
-  check_sizes(name, tensor, {items, heads, count, width});
-  STD_TORCH_CHECK(width <= 1 || tensor.stride(3) == 1, name, " must have contiguous entries in the last axis");
-  return {static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
 // The checked tensors and sampling settings of a call.
@@ -59,8 +50,8 @@ struct Call {
         depth(q_.size(3)),
         width(width),
         sampling(streams, bits, seed, purposes, hashes, gaussian, items, heads, depth),
-        q(tokens<T>("q", q_, items, heads, queries, depth), nullptr, items, heads, queries, hashes_at_once(hashes)),
-        k(tokens<T>("k", k_, items, heads, keys, depth), mask("keep", keep, items, keys), items, heads, keys,
+        q(stored<T>("q", q_, items, heads, queries, depth), nullptr, items, heads, queries, hashes_at_once(hashes)),
+        k(stored<T>("k", k_, items, heads, keys, depth), mask("keep", keep, items, keys), items, heads, keys,
           hashes_at_once(hashes)) {}
 
   static int64_t axis(const char* name, const Tensor& tensor, int64_t which) {
@@ -92,19 +83,15 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Optional keep, 
                                    int64_t seed, Numbers purposes, int64_t hashes, bool gaussian, bool causal,
                                    bool exact, std::optional<double> unit) {
   static_cast<void>(exact);  // only the backward pass depends on it
-  return with_type("q", q, [&]<class T>() {
+  return with_wide_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
     const Call<T> call(q, k, v.size(3), keep, streams, bits, seed, purposes, hashes, gaussian);
     Tensor out = fresh({call.items, call.heads, call.queries, call.width}, type_of<T>());
-    const bool is_short = v.scalar_type() == ScalarType::BFloat16;
     for (const Chunk& chunk : call.sampling.chunks) {
       hash_sides<T>(call.sampling, chunk, call.items, call.heads, call.depth, {&call.q, &call.k});
       TableSums<T> sums =
           call.sums(call.k, call.q, chunk, causal ? Order::past : Order::all, out.mutable_data_ptr<T>());
-      if (is_short)
-        sums.short_values = short_tokens("v", v, call.items, call.heads, call.keys, call.width);
-      else
-        sums.values.x = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
+      sums.values.x = stored<T>("v", v, call.items, call.heads, call.keys, call.width);
       run(sums);
     }
     if (!unit) return std::make_tuple(out, fresh({0}, type_of<T>()));
@@ -129,7 +116,8 @@ template <class T>
 Values<T> gradient_of_sums(const Call<T>& call, const Tensor& grad, const Optional& out, const Optional& inverse,
                            bool unit, std::vector<double>& along) {
   Values<T> values{};
-  values.x = tokens<T>("grad", grad, call.items, call.heads, call.queries, call.width);
+  values.x = stored<T>("grad", grad, call.items, call.heads, call.queries, call.width);
+  check_wide("grad", values.x);
   if (!unit) return values;
   STD_TORCH_CHECK(out && inverse, "out and inverse must be given for rows of unit length");
   values.heads = call.heads, values.tokens = call.queries, values.width = call.width;
@@ -159,9 +147,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad, Optional out, Optional 
   return with_type("q", q, [&]<class T>() {
     STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
     const Call<T> call(q, k, v.size(3), keep, streams, bits, seed, purposes, hashes, gaussian);
+    const StoredTokens<T> values = stored<T>("v", v, call.items, call.heads, call.keys, call.width);
+    check_wide("q", call.q.x), check_wide("k", call.k.x), check_wide("v", values);
     std::vector<double> along;
     const Values<T> grads = gradient_of_sums(call, grad, out, inverse, unit.has_value(), along);
-    const Tokens<const T> values = tokens<T>("v", v, call.items, call.heads, call.keys, call.width);
     const bool padded = keep.has_value();
     Tensor grad_q = gradient<T>(to_q, false, call.items, call.heads, call.queries, call.depth);
     Tensor grad_k = gradient<T>(to_k, padded, call.items, call.heads, call.keys, call.depth);

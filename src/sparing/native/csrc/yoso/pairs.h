@@ -61,7 +61,7 @@ struct Pairs {
     return row(side, token) + work.wide + work.deep;
   }
 
-  void gather_rows(const PairSide<T>& side, const Values<T>& lefts, const Tokens<const T>& points) const {
+  void gather_rows(const PairSide<T>& side, const Values<T>& lefts, const StoredTokens<T>& points) const {
     for (int64_t j = 0; j < side.count; ++j) {
       T* to = row(side, j);
       read_values(lefts, item, head, side.places[j], 0, call.width, to);
@@ -281,7 +281,7 @@ struct Pairs {
     }
   }
 
-  void finish(const PairSide<T>& side, const Tokens<const T>& points) const {
+  void finish(const PairSide<T>& side, const StoredTokens<T>& points) const {
     if (!side.grads) return;
     for (int64_t i = 0; i < side.count; ++i) {
       T* to = side.grads + side.places[i] * call.depth;

@@ -66,13 +66,13 @@ struct Sampling {
 // The queries or the keys of a call, with room for the codes of one chunk.
 template <class T>
 struct Side {
-  Tokens<const T> x;
+  StoredTokens<T> x;
   std::vector<int64_t> counts;
   std::vector<int32_t> places;
   Scratch codes;
   Coded coded;
 
-  Side(Tokens<const T> x, const uint8_t* keep, int64_t items, int64_t heads, int64_t tokens, int64_t hashes)
+  Side(StoredTokens<T> x, const uint8_t* keep, int64_t items, int64_t heads, int64_t tokens, int64_t hashes)
       : x(x), counts(items), places(items * tokens), codes(2 * items * heads * hashes * tokens) {
     STD_TORCH_CHECK(codes, "there is not enough memory for the codes of ", hashes, " hashes");
     STD_TORCH_CHECK(tokens < (int64_t(1) << 31), "places are counted in 32 bits: at most 2^31 tokens");

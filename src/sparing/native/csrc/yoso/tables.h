@@ -165,14 +165,6 @@ int64_t table_scratch(const TableSums<T>& call) {
   return table_entries(call) + (call.from.tokens + call.to.tokens) * kLine<T>;
 }
 
-inline float from_bfloat16(uint16_t x) {
-  union {
-    uint32_t bits;
-    float number;
-  } y{uint32_t(x) << 16};
-  return y.number;
-}
-
 // Copies kLine entries of the values of all tokens, from entry `first` on; zero beyond the width.
 template <class T>
 void cut_slice(const TableSums<T>& call, int64_t item, int64_t head, int64_t first, T* values) {
@@ -181,12 +173,7 @@ void cut_slice(const TableSums<T>& call, int64_t item, int64_t head, int64_t fir
   for (int64_t j = 0; j < count; ++j) {
     const int64_t place = call.from.places[item * call.from.tokens + j];
     T* to = values + j * kLine<T>;
-    if (call.short_values.data) {
-      const uint16_t* value = call.short_values.at(item, head, place) + first;
-      for (int64_t x = 0; x < wide; ++x) to[x] = T(from_bfloat16(value[x]));
-    } else {
-      read_values(call.values, item, head, place, first, wide, to);
-    }
+    read_values(call.values, item, head, place, first, wide, to);
     for (int64_t x = wide; x < kLine<T>; ++x) to[x] = T(0);
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/simd.h"
+#include "common/widen.h"
 #include "yoso/call.h"
 
 namespace sparing::SPARING_ISA {
@@ -96,11 +97,9 @@ void find_along(const Values<T>& values, int64_t begin, int64_t end) {
 template <class T>
 SPARING_INLINE void read_values(const Values<T>& values, int64_t item, int64_t head, int64_t token, int64_t first,
                                 int64_t count, T* to) {
+  if (!values.unit.data)
+    return with_stored(values.x, item, head, token, [&](const auto* x) { widen_row(x + first, count, to); });
   const T* x = values.x.at(item, head, token) + first;
-  if (!values.unit.data) {
-    for (int64_t k = 0; k < count; ++k) to[k] = x[k];
-    return;
-  }
   const T* unit = values.unit.at(item, head, token) + first;
   const int64_t row = (item * values.heads + head) * values.tokens + token;
   const double along = values.along[row], inverse = double(values.inverse[row]);
