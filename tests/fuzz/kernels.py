@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparing
 from sparing import native
+from sparing.native.tensors import widened
 from tests.fuzz.cases import Refused
 from tests.fuzz.door_inputs import build
 from tests.support.common_checks.tools import gradients, tracked
@@ -49,8 +50,15 @@ REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError
 INTEGERS = (-(2**62), -2, -1, 0, 1, 3, 2**62, 2**63 - 1)
 MOVED = ("columns", "transposed", "sliced")  #: changes that leave the numbers of a tensor as they are
 REPEATED = ("steps",)  #: how often something is done: a large number is valid, and takes its time
-TYPES = ("float32", "float64", "bfloat16", "int32", "int64", "bool")
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  #: of the size of a result, or 1 where that is larger
+TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "bool")
+SHORT = ("bfloat16", "float16")
+COMPILED_BY_TYPE = ("multipole", "window_step")  #: ops whose last place may depend on the type of their inputs
+TOLERANCE = {
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+    torch.float32: 1e-5,
+    torch.float64: 1e-11,
+}  #: of the size of a result, or 1 where that is larger
 
 
 class _Recorder(TorchDispatchMode):
@@ -82,8 +90,10 @@ def draw(rng: random.Random) -> dict[str, Any]:
     kv_heads, groups = rng.choice((1, 2)), rng.choice((1, 1, 2))
     n = rng.choice((1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 40, 64, 65, 100))
     cross = can.cross_attention and rng.random() < 0.3 and not step
+    reads_short = can.decode_16bit if step else can.native_16bit
+    types = ("float32", "float64", *(SHORT if reads_short else ()))
     case = {
-        "method": method, "impl": "auto", "dtype": rng.choice(("float32", "float64")), "batch": rng.choice((1, 2)),
+        "method": method, "impl": "auto", "dtype": rng.choice(types), "batch": rng.choice((1, 2)),
         "heads": groups * kv_heads, "kv_heads": kv_heads, "n_q": n, "n_k": rng.choice((1, 5, 16, 33, 70)) if cross else n,
         "d": rng.choice((1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64)), "e": rng.choice((1, 2, 3, 5, 8, 16, 17, 33)),
         "causal": step or (can.causal and rng.random() < 0.4), "mask": rng.choice((None, None, "padding")),
@@ -153,10 +163,13 @@ def check(case: dict[str, Any]) -> None:
             for i, (a, b) in enumerate(zip(_results(op, args), found, strict=True)):
                 _compare(f"{name}: output {i} for the same numbers elsewhere", name, a, b, 0.0)
         return
+    if case["dtype"] in SHORT and name not in COMPILED_BY_TYPE:
+        for i, (a, b) in enumerate(zip(_results(op, [_wide(x) for x in changed]), found, strict=True)):
+            assert torch.equal(a.to(b.dtype), b), f"{name}: output {i} differs from that in float32"
     for isa in native.info().available[1:]:
         with native.instruction_set(isa):
             other = _results(op, changed)
-        noise = _noise(op, changed, found)
+        noise = _noise(op, [_wide(x) for x in changed], found)  # a rounding of float32, which 16 bits cannot hold
         for i, (a, b) in enumerate(zip(found, other, strict=True)):
             _compare(f"{name}: output {i} by {isa}", name, a, b, noise[i])
 
@@ -165,6 +178,7 @@ def record(case: dict[str, Any]) -> list[tuple[Any, list[Any]]]:
     """Return the ops that the call makes, forward and backward, with their arguments."""
     built = build({**case, "checks": []})
     full = built.method.supports.gradient == "full" and not (case["step"] or case["inspect"])
+    full = full and case["dtype"] not in SHORT  # the door converts those to float32 where there is a gradient
     with _Recorder() as recorder:
         if case["step"]:
             _decode(built, case)
@@ -192,6 +206,10 @@ def _results(op: Any, args: list[Any]) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
+def _wide(x: Any) -> Any:
+    return widened(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
 def _noise(op: Any, args: list[Any], found: list[Tensor]) -> list[float]:
     """Return how much each result changes when every real entry of the arguments moves by one rounding."""
     gen = torch.Generator().manual_seed(1)
@@ -215,7 +233,7 @@ def _compare(what: str, name: str, a: Tensor, b: Tensor, noise: float) -> None:
     if not a.is_floating_point():
         assert torch.equal(a, b), f"{what}: other whole numbers"
         return
-    if not a.numel() or (name in CHOOSING and a.dtype == torch.float32):
+    if not a.numel() or (name in CHOOSING and a.dtype != torch.float64):
         return
     assert torch.equal(a.isfinite(), b.isfinite()), f"{what}: other entries are finite"
     error = (a.double() - b.double()).abs().nan_to_num(0.0)
