@@ -7,6 +7,7 @@ import torch
 
 import sparing
 from sparing import native
+from sparing.methods.multipole import copies as copies_module
 from sparing.methods.multipole import past as past_module
 from sparing.methods.multipole.copies import (
     copy_keys,
@@ -135,6 +136,16 @@ def test_packed_codes_are_unpacked(d):
         packed = pack_values(values.codes, bits)
         assert packed.numel() == 2 * 3 * 64 * (-(-d // (128 // bits)) * 16)
         assert torch.equal(unpack_values(packed, d, bits), values.codes)
+
+
+def test_copies_that_are_made_in_pieces_are_the_same(monkeypatch):
+    x = torch.randn(2, 3, 170, 8, generator=torch.Generator().manual_seed(0))
+    whole = copy_keys(x, 32, 4), copy_values(x, 32, 2), copy_values(x, 32, 4)
+    monkeypatch.setattr(copies_module, "_ENTRIES", 2 * 3 * 2 * 32 * 8)  # of 5 blocks, 2 at a time
+    pieces = copy_keys(x, 32, 4), copy_values(x, 32, 2), copy_values(x, 32, 4)
+    for a, b in zip(whole, pieces, strict=True):
+        assert torch.equal(a.codes, b.codes)
+        assert torch.equal(a.scales, b.scales)
 
 
 def test_a_step_without_kernels_copies_no_block_again(monkeypatch):

@@ -10,6 +10,7 @@ import sparing
 from sparing import native
 from sparing.native.attend import attend
 from sparing.workbench.memory import can_measure, peak_extra_bytes
+from tests.support.allocations import largest_tensor
 from tests.support.kernel_checks import every_instruction_set, needs_kernels
 from tests.support.method_table import ROWS
 
@@ -79,6 +80,38 @@ def test_the_result_is_that_of_float32_rounded_once(isa, spec, dtype):
             assert same(short.statistics[name], note), f"{spec}, {options}: {name}"
         if wide.lse is not None:
             assert same(short.lse, wide.lse), f"{spec}, {options}: lse"
+
+
+@every_instruction_set
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_multipole_is_that_of_float32_to_the_last_place(isa, dtype, causal):
+    """Its kernel is compiled for each type: float32 numbers may differ in their last place, and so may rounded ones."""
+    x = inputs(dtype, n=200, kv_heads=1)
+    options = {"attn_mask": padding(200), "is_causal": causal}
+    with native.instruction_set(isa):
+        short = found("multipole(tolerance=0.03, block=16)", x, **options)
+        wide = found("multipole(tolerance=0.03, block=16)", [t.float() for t in x], **options)
+    assert short.output.dtype == dtype
+    kind, wanted = torch.finfo(dtype), wide.output.to(dtype).double()
+    place = kind.eps * wanted.abs().clamp_min(kind.smallest_normal)
+    assert ((short.output.double() - wanted).abs() <= place).all()
+    assert torch.equal(short.statistics["touched"], wide.statistics["touched"])
+    torch.testing.assert_close(short.lse, wide.lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_multipole_makes_no_copy_in_float32(causal):
+    """Its copies of few bits are made piece by piece, of which the C library may keep the memory: a peak says little."""
+    x = inputs(torch.bfloat16, n=2048, d=64, e=64)
+
+    def call(*tensors):
+        return sparing.attention(*tensors, method="multipole", is_causal=causal)
+
+    with torch.no_grad():
+        assert largest_tensor(lambda: call(*x), torch.float32) < x[1].numel() / 2
+        wide = [t.float() for t in x]
+        assert largest_tensor(lambda: call(*wide), torch.float32) >= x[1].numel()
 
 
 @pytest.mark.skipif(not can_measure(), reason="this system keeps no peak of a process's memory")

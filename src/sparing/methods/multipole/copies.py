@@ -7,12 +7,16 @@ one standard deviation around the mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparing.native.tensors import widened
+
+_ENTRIES = 2**16  # of tokens that are copied at once
 GROUP = 16  #: tokens whose codes lie together
 KEY_BITS = 4
 _WHOLE = 127  # largest number that an entry of a query, or the weight of a key, is rounded to
@@ -39,19 +43,21 @@ class Copy(NamedTuple):
 
 def copy_keys(k: Tensor, block: int, sinks: int = 0) -> Copy:
     """Copy complete blocks of keys (B, H, n, d); the first `sinks` keys, which are read in any case, set no range."""
-    x = _blocks(k, block)
-    if 0 < sinks < block and x.shape[2]:
-        first = x[:, :, :1].clone()
-        first[:, :, :, :sinks] = first[:, :, :, sinks : sinks + 1]
-        x = torch.cat([first, x[:, :, 1:]], dim=2)
-    return _between(x, KEY_BITS)
+    made = _by_pieces(k, block, lambda x: _between(x, KEY_BITS))
+    if 0 < sinks < block and made.codes.shape[2]:
+        first = widened(k[:, :, :block]).clone()
+        first[:, :, :sinks] = first[:, :, sinks : sinks + 1]
+        again = copy_keys(first, block)
+        made.codes[:, :, :1], made.scales[:, :, :, :1] = again.codes, again.scales
+    return made
 
 
 def copy_values(v: Tensor, block: int, bits: int) -> Copy:
     """Copy complete blocks of values (B, H, n, e)."""
-    x = _blocks(v, block)
-    if bits == KEY_BITS:
-        return _between(x, bits)
+    return _by_pieces(v, block, lambda x: _between(x, bits) if bits == KEY_BITS else _around_mean(x, bits))
+
+
+def _around_mean(x: Tensor, bits: int) -> Copy:
     mean = x.mean(3, keepdim=True)
     off = x - mean
     size = off.abs().amax(3, keepdim=True)  # squares of tiny values would underflow
@@ -59,9 +65,19 @@ def copy_values(v: Tensor, block: int, bits: int) -> Copy:
     return _coded(x, mean - (2**bits - 1) / 2 * step, step, bits)
 
 
-def _blocks(x: Tensor, block: int) -> Tensor:
+def _by_pieces(x: Tensor, block: int, make: Callable[[Tensor], Copy]) -> Copy:
+    """Copy complete blocks of tokens (B, H, n, d), some at a time: `make` needs several times the memory of its input.
+
+    Tokens of 16 bits are converted to float32.
+    """
     count = x.shape[2] // block
-    return x[:, :, : count * block].unflatten(2, (count, block))
+    whole = x[:, :, : count * block].unflatten(2, (count, block))
+    at_once = max(_ENTRIES // max(x.shape[0] * x.shape[1] * block * x.shape[3], 1), 1)
+    parts = [make(widened(piece)) for piece in whole.split(at_once, 2)]
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales = torch.cat([x.codes for x in parts], dim=2), torch.cat([x.scales for x in parts], dim=3)
+    return Copy(codes, scales, parts[0].bits)
 
 
 def _between(x: Tensor, bits: int) -> Copy:

@@ -65,8 +65,9 @@ class Multipole(Method):
     name = "multipole"
     budget = "tolerance"
     supports = Supports(
-        causal=True, lse=True, position_based=True, decode=True, decode_16bit=True, adopt=True, training_free=True
-    )
+        causal=True, lse=True, position_based=True, decode=True, decode_16bit=True, native_16bit=True, adopt=True,
+        training_free=True,
+    )  # fmt: skip
 
     tolerance: float = knob(0.01, minimum=0.0)
     sinks: int = knob(4, minimum=0)
@@ -174,8 +175,7 @@ class Multipole(Method):
         k, v = k[:, :: call.groups], v[:, :: call.groups]  # heads of a group are the same
         place = None if call.mask.keep is None else place_of_rank(call.mask.keep)
         first_k, first_v = valid_first(call.mask.keep, k, v)
-        copies = self.copies(first_k, first_v, call.mask.causal)
-        packed = pack(*copies)
+        packed = pack(*self.copies(first_k, first_v, call.mask.causal))
         if isinstance(call.past, MultipolePast):
             call.past.ready = packed
         seen, near = (

@@ -41,7 +41,7 @@ class MultipolePast(WritableState):
         self.place: Tensor | None = None  # (B, .) position of each rank; None while they are the same
         self.ready: Packed | None = None  # the copies of a prompt, if its attention was computed from them
         self.wide = torch.promote_types(q.dtype, torch.float32)
-        self.copies = self._packed(k[:, :, :0].to(self.wide), v[:, :, :0].to(self.wide), first=0)
+        self.copies = self._packed(k[:, :, :0], v[:, :, :0], first=0)
 
     def _packed(self, k: Tensor, v: Tensor, first: int) -> Packed:
         """Return the copies of blocks of keys and values; first: rank of the first key."""
@@ -129,7 +129,7 @@ class MultipolePast(WritableState):
                 )
 
     def _append(self, items: slice, first: int, last: int, k: Tensor, v: Tensor) -> None:
-        made = self._packed(k.to(self.wide), v.to(self.wide), first)
+        made = self._packed(k, v, first)
         if (more := last - self.copies[0].shape[2]) > 0:  # once in a block: room to spare would only take memory
             self.copies = Packed(_longer(x, axis, more) for x, axis in zip(self.copies, (2, 3, 2, 3), strict=True))
         for old, new, axis in zip(self.copies, made, (2, 3, 2, 3), strict=True):
