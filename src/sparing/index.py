@@ -34,8 +34,8 @@ class Index:
     streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
 
     `length` is the number of positions that the index knows. `statistics` holds what the method noted about the last
-    call, each [B, H, n_q]: `touched`, the number of keys and summaries that were read, and `error`, the predicted
-    distance to exact attention. Where the budget covers all keys, attention is exact and `statistics` is empty.
+    call, each [B, H, n_q]: `touched`, the number of keys that were read, and `error`, the predicted distance to exact
+    attention. Where the budget covers all keys, attention is exact and `statistics` is empty.
 
     >>> k, v = torch.randn(2, 1, 2, 301, 16).unbind(0)
     >>> index = sparing.Index("multipole(tolerance=0.02)")
@@ -119,8 +119,7 @@ class Index:
             fresh, spoiled, done = self._fresh(keep, query.shape[2]), None, None
             covered = self.method.covers(key.shape[2])
             if self._past is not None and not self._odd and not covered:
-                as_is = query.dtype in _WIDE or self.method.supports.decode_16bit
-                q, k, v = (query, key, value) if as_is else map(_wide, (query, key, value))
+                q, k, v = map(self._readable, (query, key, value))
                 done = self._past.step(q, k, v, fresh, self.length, clean=False)
             if done is None:
                 q, k, v, spoiled = self._clean(query, key, value, keep)
@@ -128,8 +127,7 @@ class Index:
                     done = self._exact(q, k, v, keep), {}
                     self._take_in(q, k, v, keep)
                 elif self._past is None:
-                    as_is = self.method.supports.decode_16bit and q.dtype == k.dtype == v.dtype
-                    done = self.method.step(q if as_is else _wide(q), k, v, keep, self._scale(query))
+                    done = self.method.step(self._readable(q), k, v, keep, self._scale(query))
                 else:
                     done = self._past.step(_wide(q), _wide(k), _wide(v), fresh, self.length, clean=True)
             assert done is not None
@@ -141,7 +139,8 @@ class Index:
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Past | None:
         """Make and return the state that the method keeps for a prompt like this; None if it keeps none."""
         with memory_errors_named(self.method, query=query, key=key), _plainly(query):
-            self._past = self.method.past(_wide(query), key, value, self._draws(query, key), self._scale(query))
+            draws = self._draws(query, key)
+            self._past = self.method.past(self._readable(query), key, value, draws, self._scale(query))
         return self._past
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:
@@ -292,7 +291,10 @@ class Index:
 
     def _take_in(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> None:
         if self._past is not None:
-            self._past.learn(_wide(q), k, v, self._fresh(keep, q.shape[2]), self.length)
+            self._past.learn(self._readable(q), k, v, self._fresh(keep, q.shape[2]), self.length)
+
+    def _readable(self, x: Tensor) -> Tensor:
+        return x if self.method.supports.decode_16bit else _wide(x)
 
     def _draws(self, query: Tensor, key: Tensor) -> Draws:
         numbers = torch.tensor(self.streams or range(key.shape[1]), device=query.device)

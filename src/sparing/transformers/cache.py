@@ -26,7 +26,6 @@ from sparing.transformers.reasons import Reason
 from sparing.transformers.state import LayerState, state_of
 
 _LAYER = "_sparing_cache_layer"  # attribute of the keys that a layer returns: the layer, and the keys that it holds
-_INDEXES = "_sparing_indexes"  # attribute of keys in a layer that is not indexed yet: their indexes, by layer number
 
 
 class IndexedLayer(CacheLayerMixin):
@@ -38,11 +37,11 @@ class IndexedLayer(CacheLayerMixin):
 
     @classmethod
     def from_layer(cls, layer: Any, number: int) -> IndexedLayer:
-        """Return a layer with the same keys and values, and their index if there is one."""
+        """Return a layer with the same keys and values."""
         made = cls.__new__(cls)
         vars(made).update(vars(layer))
         made.number = number
-        made.set_index(vars(layer.keys).pop(_INDEXES, {}).get(number) if isinstance(layer.keys, Tensor) else None)
+        made.set_index(None)
         return made
 
     @property
@@ -321,11 +320,6 @@ def find_layer(module: nn.Module, state: LayerState, key: Tensor, value: Any) ->
         return None
     own = layer.number == getattr(module, "layer_idx", None)  # some models share the keys of one layer among several
     return layer if own and not state.cross and state.window is None else None
-
-
-def attach_index(module: nn.Module, key: Tensor, index: Index) -> None:
-    """Attach an index to keys whose cache is not known yet, for `prepare_cache` to find."""
-    vars(key).setdefault(_INDEXES, {})[getattr(module, "layer_idx", None)] = index
 
 
 def _enlarged(old: Tensor, new: Tensor, kept: int, need: int) -> Tensor:

@@ -37,7 +37,6 @@ class ModelCall:
     state: LayerState
     settings: LayerSettings | None  #: None: exact attention
     tracing: bool  #: torch.compile traces the call
-    is_first: bool  #: the layer's state was made for this call, so that `prepare_cache` has not seen its cache
     layer: IndexedLayer | None  #: of the cache, if sparing can keep an index beside it
     given: Given
     query: Tensor  #: [B, H, n_q, d]
@@ -66,7 +65,7 @@ def obstacle(call: ModelCall) -> Reason | None:
         return reasons.POSITION_BIAS
     if call.state.window is not None:
         return reasons.WINDOW
-    if call.layer is None and not call.is_first:
+    if call.layer is None:
         return call.state.cache_reason or reasons.UNSEEN_CACHE
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return reasons.GRADIENT

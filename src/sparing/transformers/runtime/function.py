@@ -65,7 +65,7 @@ def attention_function(
     simplify = looks_back and not stays_exact and not tracing
     mask = read_mask(attention_mask, n_q, n_k, looks_back=looks_back, simplify=simplify)
     call = ModelCall(
-        module=module, state=state, settings=settings, tracing=tracing, is_first=known is None, layer=layer,
+        module=module, state=state, settings=settings, tracing=tracing, layer=layer,
         given=given, query=query, key=key,
         value=read_projection(module, state, value, query) if state.projects else value,
         mask=mask, is_causal=is_causal, dropout=dropout, scale=scaling, position_bias=position_bias, others=others,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparing.index import Index
-from sparing.transformers.cache import IndexedLayer, attach_index
 from sparing.transformers.runtime.call import ModelCall, obstacle
 from sparing.transformers.runtime.exact import exact
 from sparing.transformers.runtime.method import run_call
@@ -23,27 +22,14 @@ def prefill(call: ModelCall) -> Tensor:
         if known and call.mask.n_q == call.mask.n_k:
             index = new_index(settings, key, call.scale)
             past = index.begin(query, key, value)  # the prompt's attention may store results there
-    out = (
-        exact(call, as_given=settings.method.covers(call.mask.n_k))
-        if settings.when == "decode"
-        else run_call(call, past)
-    )
-    if index is not None:
+    if settings.when == "decode":
+        out = exact(call, as_given=settings.method.covers(call.mask.n_k))
+    else:
+        out = run_call(call, past)
+    if index is not None and layer is not None:
         index.append(query, key, value, keep)
-        if layer is not None:
-            layer.set_index(index)
-        else:
-            attach_index(call.module, call.given.key, index)
+        layer.set_index(index)
     return out
-
-
-def index_prompt(settings: LayerSettings, layer: IndexedLayer, query: Tensor, scale: float | None) -> None:
-    """Index a prompt without padding that a layer of a cache holds, and whose attention is already computed."""
-    assert layer.keys is not None
-    assert layer.values is not None
-    index = new_index(settings, layer.keys, scale)
-    index.append(query, layer.keys, layer.values)
-    layer.set_index(index)
 
 
 def new_index(settings: LayerSettings, key: Tensor, scale: float | None) -> Index:
