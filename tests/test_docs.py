@@ -1,15 +1,20 @@
 """The pages say what the code does."""
 
 import ast
+import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 import sparing
+from sparing.models import load
 from sparing.report.markdown import page
 from tests.support.common_checks import CHECKS
 from tests.support.method_table import Row
+from tests.support.small_models import saved
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,6 +73,25 @@ def test_the_loop_on_the_multipole_page_runs():
     exec(loop, names)
     assert names["index"].length == names["n"] + 1
     assert names["out"].shape == (2, 6, 1, 64)
+
+
+def test_the_recipe_for_the_evaluation_harness_runs(tmp_path, monkeypatch):
+    """Where lm_eval is installed, which sparing does not ask for."""
+    pytest.importorskip("lm_eval")
+    text = (ROOT / "docs" / "compare.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "lm_eval" in block)
+    (task,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (tmp_path / "facts.yaml").write_text(task)
+    rows = [{"text": f"{number} and so on, at some length: the number is", "answer": "12"} for number in range(3)]
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    names: dict = {}
+    exec(code, names)
+    one = load(str(saved(tmp_path / "model", "llama")))
+    exact, found, share = names["compare_tasks"](one.model, one.tokenizer, "window(size=4)", ["facts"], str(tmp_path))
+    assert exact["facts"]["exact_match,none"] == found["facts"]["exact_match,none"] == 0.0, "of a random model"
+    assert 0 < share < 1
 
 
 def test_the_tests_that_the_security_page_names_exist():
