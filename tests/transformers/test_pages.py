@@ -1,6 +1,7 @@
 """The code of README.md, docs/transformers.md and docs/multipole.md runs, with small models instead of downloaded ones."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def names(monkeypatch, tmp_path) -> dict:
 
 
 def test_the_transformers_page_approximates_and_restores(names, capsys):
-    first, _, _ = blocks("docs/transformers.md")
+    first, *_ = blocks("docs/transformers.md")
     exec(first, names)
     printed = capsys.readouterr().out
     assert "8 of 8 attention layers approximated" in printed
@@ -40,7 +41,7 @@ def test_the_transformers_page_approximates_and_restores(names, capsys):
 
 
 def test_the_transformers_page_decodes_from_an_index():
-    _, decode, _ = blocks("docs/transformers.md")
+    _, decode, *_ = blocks("docs/transformers.md")
     model, given = build("llama"), inputs("llama")
     exec(
         decode.replace("max_new_tokens=200", "max_new_tokens=4"), {"sparing": sparing, "model": model, "inputs": given}
@@ -51,10 +52,23 @@ def test_the_transformers_page_decodes_from_an_index():
 
 
 def test_the_transformers_page_keeps_the_recipe_with_the_model(names):
-    first, _, keep = blocks("docs/transformers.md")
+    first, *_, keep = blocks("docs/transformers.md")
     exec(first.split("with ")[0] + keep, names)
     assert set(names["handle"].layers.values()) == {"nystrom(landmarks=64)"}
     assert sparing.Recipe.load("recipe.json") == names["handle"].recipe
+
+
+def test_the_transformers_page_quantises_weights():
+    """The linear layers are compiled without generating code, for the time that it takes."""
+    _, _, quantise, _ = blocks("docs/transformers.md")
+    model = build("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao
+        pytest.importorskip("torchao", reason="torchao is not installed")
+        exec(quantise.replace("compile()", 'compile(backend="aot_eager")'), {"sparing": sparing, "model": model})
+        with torch.no_grad():
+            cache = model(**inputs("llama"), use_cache=True).past_key_values
+    assert all(layer.index is not None for layer in cache.layers)
 
 
 def test_the_readme_runs(names):
