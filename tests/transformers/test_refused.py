@@ -181,6 +181,10 @@ def test_dropout_in_training_is_applied_or_refused(bert):
         assert not torch.equal(run(bert, given), run(bert, given))
 
 
+class PackedWeight(torch.Tensor):
+    """A weight that is not plain numbers, as of packages that quantise."""
+
+
 def test_whatever_hangs_on_a_value_layer_is_not_passed_by(bert):
     attention = bert.encoder.layer[0].attention.self
     hook = attention.value.register_forward_hook(lambda module, args, output: 3 * output)
@@ -191,6 +195,11 @@ def test_whatever_hangs_on_a_value_layer_is_not_passed_by(bert):
     with pytest.raises(sparing.Unsupported, match=r"layer\.0.*has no plain one of its own"):
         sparing.approximate(bert, "monte_carlo")
     del attention.value.forward
+    plain = attention.value.weight
+    attention.value.weight = nn.Parameter(plain.detach().as_subclass(PackedWeight))
+    with pytest.raises(sparing.Unsupported, match=r"layer\.0.*has no plain one of its own"):
+        sparing.approximate(bert, "monte_carlo")
+    attention.value.weight = plain
     with sparing.approximate(bert, "monte_carlo"):
         attention.value = nn.Sequential(attention.value)
         with pytest.raises(sparing.Unsupported, match=r"layer\.0\.attention\.self\.value is another layer"):

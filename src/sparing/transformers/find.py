@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparing.contract import Method
@@ -163,11 +163,12 @@ def _adds_bias(module: nn.Module) -> bool:
 
 
 def _is_plain_linear(layer: object) -> bool:
-    """Return whether the layer computes x W^T + b and has no hooks, which a method on x and W would bypass."""
+    """Return whether the layer computes x W^T + b of plain numbers, without hooks, which a method would bypass."""
     if isinstance(layer, LinearStandIn):
         return True
-    hooked = isinstance(layer, nn.Module) and (layer._forward_hooks or layer._forward_pre_hooks)
-    return type(layer) is nn.Linear and not hooked and "forward" not in vars(layer)
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        return False
+    return type(layer.weight) in (nn.Parameter, Tensor)  # others stand for quantised or distributed weights
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
