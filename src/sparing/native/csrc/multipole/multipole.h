@@ -28,8 +28,7 @@ template <class T>
 struct MultipoleRow {
   int64_t out, item, head, query;  // out: number of the row in the output
   int64_t seen, near, blocks;      // blocks: those that hold keys before `near`
-  T first;                         // largest logit, estimates included
-  T factor;                        // exp(first - the largest that is left once keys are read)
+  T top;                           // largest logit, estimates included; then the largest that is left
   T total, missed, lightest;
 };
 
@@ -42,8 +41,8 @@ struct MultipoleMemory {
   T *scaled, *products;    // [rows][depth] queries times the scale; [depth] times the steps of a block
   int8_t* whole;           // [rows][chunks][8] queries in integers
   int32_t* totals;         // [rows][block] products of codes
-  T* weights;              // [rows][held] estimated logits, then exp(logit - first); 0 for keys that are read
-  T* tops;                 // [rows][all_groups] largest weight of a group
+  T* logits;               // [rows][held] estimates; -inf for keys that are read
+  T* tops;                 // [rows][all_groups] largest of a group
   T *sigma, *fade;         // [rows][blocks] standard deviation of the errors of logits, and the factor that corrects it
   int8_t* rounded;         // [rows][block] weights in integers
   T* units;                // [rows][groups] that they are multiples of
@@ -68,7 +67,7 @@ struct MultipoleMemory {
     const int64_t n = call.tile;
     take(&rows, n), take(&scaled, n * call.depth), take(&products, call.depth);
     take(&whole, n * chunks * kKeyChannels), take(&totals, n * call.block);
-    take(&weights, n * held), take(&tops, n * all_groups);
+    take(&logits, n * held), take(&tops, n * all_groups);
     take(&sigma, n * call.blocks), take(&fade, n * call.blocks);
     take(&rounded, n * call.block), take(&units, n * groups);
     take(&sums, n * channels), take(&out, n * channels);
@@ -87,7 +86,7 @@ struct MultipoleTile {
   int64_t count;     // rows
   int64_t read = 0;  // keys that the current row reads
 
-  T* weights(int64_t row, int64_t b) const { return memory.weights + row * memory.held + b * call.block; }
+  T* logits(int64_t row, int64_t b) const { return memory.logits + row * memory.held + b * call.block; }
   T* tops(int64_t row, int64_t b) const { return memory.tops + row * memory.all_groups + b * memory.groups; }
 
   // Collects the rows that see a block; returns their number.
@@ -98,11 +97,11 @@ struct MultipoleTile {
     return found;
   }
 
-  // Estimates the logits of all keys in blocks, -inf for those that are always read; sets `first` of the rows.
+  // Estimates the logits of all keys in blocks, -inf for those that are always read; sets `top` of the rows.
   void estimate() {
     int64_t last = 0;
     for (int64_t row = 0; row < count; ++row) {
-      memory.rows[row].first = kNever<T>;
+      memory.rows[row].top = kNever<T>;
       last = memory.rows[row].blocks > last ? memory.rows[row].blocks : last;
     }
     for (int64_t b = 0; b < last; ++b) {
@@ -118,25 +117,25 @@ struct MultipoleTile {
                      memory.whole, found, memory.totals});
       for (int64_t i = 0; i < found; ++i) {
         const int64_t row = memory.active[i];
-        T* logits = weights(row, b);
+        T* found = logits(row, b);
         const int32_t* totals = memory.totals + i * call.block;
         Vec<T> tops = all(kNever<T>);
         for (int64_t k = 0; k < call.block; k += lanes<T>) {
           const Vec<T> logit = each[i].base + each[i].unit * from_integers<T>(totals + k);
           tops = larger<T>(tops, logit);
-          store<T>(logits + k, logit);
+          store<T>(found + k, logit);
         }
         Row& mine = memory.rows[row];
         const int64_t begin = b * call.block;
         if (begin < call.sinks || begin + call.block > mine.near) {
           tops = all(kNever<T>);
           for (int64_t k = 0; k < call.block; ++k) {
-            if (begin + k < call.sinks || begin + k >= mine.near) logits[k] = kNever<T>;
-            tops[0] = logits[k] > tops[0] ? logits[k] : tops[0];
+            if (begin + k < call.sinks || begin + k >= mine.near) found[k] = kNever<T>;
+            tops[0] = found[k] > tops[0] ? found[k] : tops[0];
           }
         }
         const T top = largest_in_halves<T>(tops);
-        mine.first = top > mine.first ? top : mine.first;
+        mine.top = top > mine.top ? top : mine.top;
       }
     }
   }
@@ -165,19 +164,14 @@ struct MultipoleTile {
     return found < kMostVariance<T> ? found : kMostVariance<T>;
   }
 
-  // Turns the estimated logits of a row into weights, exp(logit - first). Returns their sum, each block times its
-  // factor `fade`, which is set here.
+  // Returns the sum of exp(logit - top) over all keys in blocks, each block times its factor `fade`, which is set here.
   T weigh_blocks(int64_t row) {
     const Row& mine = memory.rows[row];
     Running<T> total;
     for (int64_t b = 0; b < mine.blocks; ++b) {
-      T *x = weights(row, b), *fade = memory.fade + row * call.blocks + b;
+      T *x = logits(row, b), *fade = memory.fade + row * call.blocks + b;
       Vec<T> sums{};
-      for (int64_t k = 0; k < call.block; k += lanes<T>) {
-        const Vec<T> weight = exponential_below(load<T>(x + k) - mine.first);
-        store<T>(x + k, weight);
-        sums += weight;
-      }
+      for (int64_t k = 0; k < call.block; k += lanes<T>) sums += exponential_below(load<T>(x + k) - mine.top);
       *fade = exponential_below(all(T(-0.5) * variance(row, b)))[0];
       total.add(*fade * sum_in_halves<T>(sums));
     }
@@ -195,29 +189,28 @@ struct MultipoleTile {
     }));
   }
 
-  // Reads the keys whose estimated weight is at least `bar`, less one standard deviation of the error of its logit, and
-  // sets the largest weight of each group to that of its other keys. Returns the largest of these.
+  // Reads the keys whose estimated logit is at least `bar`, less one standard deviation of its error, and sets the
+  // largest logit of each group to that of its other keys. Returns the largest of these.
   T choose(int64_t row, T bar) {
     const Row& mine = memory.rows[row];
-    T most = T(0);
+    T most = kNever<T>;
     for (int64_t b = 0; b < mine.blocks; ++b) {
-      T *x = weights(row, b), *heaviest = tops(row, b);
-      const Vec<T> sigma = all(memory.sigma[row * call.blocks + b]);
-      const T least = bar * exponential(-sigma)[0];
+      T *x = logits(row, b), *largest = tops(row, b);
+      const T least = bar - memory.sigma[row * call.blocks + b];
       for (int64_t g = 0; g < memory.groups; ++g) {
-        Vec<T> group{};
+        Vec<T> group = all(kNever<T>);
         for (int64_t k = g * kMultipoleGroup; k < (g + 1) * kMultipoleGroup; k += lanes<T>) {
-          Vec<T> weight = load<T>(x + k);
-          const IntVec<T> taken = (weight >= least) & (weight > T(0));
+          Vec<T> logit = load<T>(x + k);
+          const IntVec<T> taken = (logit >= least) & (logit > kNever<T>);
           if (uint32_t bits = held<T>(taken)) {
-            weight = taken ? Vec<T>{} : weight;
-            store<T>(x + k, weight);
+            logit = taken ? all(kNever<T>) : logit;
+            store<T>(x + k, logit);
             for (; bits; bits &= bits - 1) look_at(mine, b * call.block + k + __builtin_ctz(bits));
           }
-          group = larger<T>(group, weight);
+          group = larger<T>(group, logit);
         }
         const T top = largest_in_halves<T>(group);
-        heaviest[g] = top, most = top > most ? top : most;
+        largest[g] = top, most = top > most ? top : most;
       }
     }
     return most;
@@ -234,41 +227,42 @@ struct MultipoleTile {
     T last = largest_read();
     if (mine.blocks) {
       const int64_t sure = read;
-      mine.first = last > mine.first ? last : mine.first;
+      mine.top = last > mine.top ? last : mine.top;
       const T mass = weigh_blocks(row);
       T around = T(0);
-      for (int64_t i = 0; i < sure; ++i) around += exponential_below(all(memory.weight[i] - mine.first))[0];
-      const T most = choose(row, call.tolerance * (mass + around));
+      for (int64_t i = 0; i < sure; ++i) around += exponential_below(all(memory.weight[i] - mine.top))[0];
+      const T bar = mine.top + T(__builtin_log(double(call.tolerance) * double(mass + around)));
+      const T others = choose(row, bar);
       multiply(row, sure);
       last = largest_read();
-      const T others = most > T(0) ? mine.first + T(__builtin_log(double(most))) : kNever<T>;
       last = others > last ? others : last;
-      mine.factor = exponential(all(mine.first - last))[0];
     }
     mine.total = weigh_read(last), mine.missed = T(0);
     T* out = memory.out + row * memory.channels;
     mix<E>(memory.weight, memory.value, read, call.width, out);
     mine.lightest = kLight<T> * mine.total / T(mine.blocks * memory.groups * kMultipoleGroup);
-    mine.first = last;
+    mine.top = last;
     call.read[mine.out] = T(read);
   }
 
   // Rounds the weights of a block to integers, and returns the sum of those that count; squares: of their squares.
   T round_weights(int64_t row, int64_t b, int8_t* rounded, T* units, T* squares, T* middle) {
     const Row& mine = memory.rows[row];
-    const T *x = weights(row, b), *heaviest = tops(row, b);
+    const T *x = logits(row, b), *largest = tops(row, b);
     const T fade = memory.fade[row * call.blocks + b];
     Vec<T> sums{}, powers{}, middles{};
+    alignas(64) T heaviest[lanes<T>];  // of so many groups; those beyond the last are not used
     for (int64_t g = 0; g < memory.groups; ++g) {
-      const T top = heaviest[g] * mine.factor;
+      if (g % lanes<T> == 0) store<T>(heaviest, exponential_below(load<T>(largest + g) - mine.top));
+      const T top = heaviest[g % lanes<T>];
       units[g] = T(0);
       if (!(top * fade > mine.lightest)) continue;
-      const T unit = top / T(kMostWeight), inverse = T(kMostWeight) / heaviest[g];
+      const T unit = top / T(kMostWeight), inverse = T(kMostWeight) / top;
       units[g] = unit;
       for (int64_t k = g * kMultipoleGroup; k < (g + 1) * kMultipoleGroup; k += lanes<T>) {
-        const Vec<T> weight = load<T>(x + k), n = (weight * inverse + kToInteger<T>)-kToInteger<T>;
+        const Vec<T> mass = exponential_below(load<T>(x + k) - mine.top);
+        const Vec<T> n = (mass * inverse + kToInteger<T>)-kToInteger<T>;
         to_bytes(n, rounded + k);
-        const Vec<T> mass = weight * mine.factor;
         sums += mass, powers += mass * mass, middles += unit * n;
       }
     }
@@ -330,7 +324,7 @@ struct MultipoleTile {
       const Row& mine = memory.rows[row];
       const T* out = memory.out + row * memory.channels;
       for (int64_t e = 0; e < call.width; ++e) narrow(out[e] / mine.total, call.out + mine.out * call.width + e);
-      call.lse[mine.out] = T(__builtin_log(double(mine.total)) + double(mine.first));
+      call.lse[mine.out] = T(__builtin_log(double(mine.total)) + double(mine.top));
       call.error[mine.out] = T(__builtin_sqrt(double(mine.missed)) / double(mine.total));
     }
   }
@@ -365,8 +359,8 @@ void multipole_forward(const MultipoleCall<E>& call, int64_t begin, int64_t end,
       }
       int64_t blocks = (near + call.block - 1) / call.block;
       if (near <= call.sinks) blocks = 0;
-      memory.rows[count++] = {out,  item, head, query, seen, near, blocks < call.blocks ? blocks : call.blocks,
-                              T(0), T(0), T(0), T(0),  T(0)};
+      if (blocks > call.blocks) blocks = call.blocks;
+      memory.rows[count++] = {out, item, head, query, seen, near, blocks, T(0), T(0), T(0), T(0)};
     }
     MultipoleTile<E>{call, memory, unit, kv, count}.answer();
   }
