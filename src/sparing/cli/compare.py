@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--facts", type=int, metavar="N",
-        help="language models: number of contexts with facts to be found, at each length (default: 12)",
+        help="language models: number of contexts with facts to be found, at each length (default: 20)",
     )  # fmt: skip
     parser.add_argument(
         "--head", metavar="LAYER.HEAD", help="also draw this head on the page, beside the most fragile ones"

@@ -80,7 +80,7 @@ def compare(
         that continue a prompt) or "always" (both; at `contexts`, as "decode"). None: "prefill" and "decode".
     contexts: numbers of tokens after which generation is measured, on `documents` passages (None: 3). None: 2000 and
         8000, if the model has as many positions and the documents are as long; () none.
-    facts: contexts with facts that are made for each length; None: 12.
+    facts: contexts with facts that are made for each length; None: 20.
     dtype: of the model: "auto" (that of its checkpoint), "float32", "bfloat16" or "float16".
     head: a layer and a head to draw beside the most fragile ones.
     extend_positions: repeat learned positions of a copy of the model if it has fewer than `length`.

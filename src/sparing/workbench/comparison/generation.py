@@ -27,7 +27,7 @@ from sparing.workbench.prepare import fingerprint
 from sparing.workbench.timing import MARGIN, Interval, threads
 
 CONTEXTS = (2000, 8000)  #: tokens, by default
-PASSAGES, FACTS = 3, 12  #: passages, and contexts with facts, at each number of tokens, by default
+PASSAGES, FACTS = 3, 20  #: passages, and contexts with facts, at each number of tokens, by default
 TOKENS = 64  #: of a continuation, or half of the context if that is less
 BLOCK = 16  #: tokens of a continuation that count as one measurement of the loss
 MODES = ("decode", "always")  #: of `sparing.approximate`, for generation
