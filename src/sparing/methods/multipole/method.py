@@ -69,7 +69,7 @@ class Multipole(Method):
         training_free=True,
     )  # fmt: skip
 
-    tolerance: float = knob(0.01, minimum=0.0)
+    tolerance: float = knob(0.001, minimum=0.0)
     sinks: int = knob(4, minimum=0)
     block: int = knob(128, minimum=GROUP)
 
@@ -200,7 +200,7 @@ class Multipole(Method):
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         d, e, units = shape.head_dim, shape.value_dim, shape.batch * shape.heads
         pairs = shape.pairs / max(shape.queries, 1)
-        touched = min(self.sinks + self.block / 2 + 1 / max(self.tolerance, 1e-9) / 8, pairs)
+        touched = min(self.sinks + self.block / 2 + 0.25 * max(self.tolerance, 1e-9) ** -0.75, pairs)
         if statistics is not None and "touched" in statistics:
             touched = float(statistics["touched"].double().mean())
         # All pairs in few bits, and the keys that are read once more in full.

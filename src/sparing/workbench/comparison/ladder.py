@@ -13,7 +13,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
         specs = [
             *(f"window(size={size}, sinks=4)" for size in windows),
             "key_clusters(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
-            *(f"multipole(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
+            *(f"multipole(tolerance={tolerance})" for tolerance in (0.01, 0.001)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"lsh(rounds=4, chunk={size})" for size in (32, 64)),
         ]
@@ -25,7 +25,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             f"key_clusters(clusters={max(length // 16, 1)}, keys={max(length // 16, 1)}, window=16)",
             f"key_clusters(clusters={some}, keys={max(length * 3 // 20, 1)}, window=16)",
             f"key_clusters(clusters={some}, keys={max(length * 5 // 16, 1)}, window=16)",
-            *(f"multipole(tolerance={tolerance})" for tolerance in (0.03, 0.01)),
+            *(f"multipole(tolerance={tolerance})" for tolerance in (0.01, 0.001)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"monte_carlo(alpha={alpha}, estimator=mean)" for alpha in (0.1, 0.2, 0.4)),
         ]
@@ -38,5 +38,5 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
 def generation_ladder(context: int) -> tuple[str, ...]:
     """Return specs for tokens that continue so many others; the window shows what losing facts looks like."""
     window = max(context // 8 // 2 * 2, 2)
-    specs = [*(f"multipole(tolerance={tolerance})" for tolerance in (0.03, 0.01)), f"window(size={window}, sinks=4)"]
+    specs = [*(f"multipole(tolerance={tolerance})" for tolerance in (0.01, 0.001)), f"window(size={window}, sinks=4)"]
     return tuple(str(method(spec)) for spec in specs)
