@@ -14,7 +14,7 @@ import sparing
 from sparing.cli.main import main
 from sparing.contract import _REGISTRY
 from sparing.methods.exact import Exact
-from sparing.report.bench import notes, show
+from sparing.report.bench import head, notes, show
 from sparing.report.bench_files import plot, read_json, write
 from sparing.workbench import memory
 from sparing.workbench.benchmark import bench as benchmark
@@ -114,6 +114,20 @@ def test_the_number_of_threads_is_restored(monkeypatch):
     wanted = BenchSettings(methods=("kernel(kind=elu)",), **{**TINY, "lengths": (8,), "threads": before + 1})
     assert bench(wanted).machine["threads"] == before + 1
     assert torch.get_num_threads() == before
+
+
+def test_methods_run_in_the_type_that_is_asked_for(run):
+    wanted = BenchSettings(methods=("window(size=8)",), **TINY, dtype="bfloat16")
+    passed = gate.Gate(method="window(size=8)", passed=True, length=16, excess=0.0, detail="")
+    (side,) = (x for x in benchmark._sides([sparing.method("window(size=8)")], [passed], wanted) if x.method)
+    assert {x.dtype for x in side.build(clustered(1, 2, 16, 8)).leaves} == {torch.bfloat16}
+    changed = replace(run, settings=wanted)
+    assert "2 heads x 8, bfloat16, 1 threads" in head(changed)
+    sizes = {**results.TARGET_SIZES, "lengths": (4096,), "methods": (results.TARGETS[0].method,)}
+    assert replace(run, settings=BenchSettings(**sizes)).targets()
+    assert not replace(run, settings=BenchSettings(**sizes, dtype="bfloat16")).targets(), "they are for float32"
+    with pytest.raises(ValueError, match="dtype='int8' is not one of float32, bfloat16, float16"):
+        replace(wanted, dtype="int8")
 
 
 def test_tables_hold_ratios_times_and_crossovers(run, capsys):

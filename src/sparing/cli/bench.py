@@ -43,6 +43,10 @@ def add(commands: Any) -> None:
         "--peers", action="store_true",
         help="also time public implementations that are installed; pip install 'sparing[peers]' installs them",
     )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+        help="type of the inputs of methods (default: float32); SDPA is timed in float32 and bfloat16",
+    )  # fmt: skip
     writes(
         parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,
         help=f"write {' and '.join(_FILES)} to FOLDER (default: out)",
@@ -73,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         methods=METHODS if options.methods is None else tuple(split_specs(options.methods)),
         heads=options.heads, width=options.head_dim, batch=options.batch_size, seconds=options.seconds,
         threads=torch.get_num_threads() if options.threads is None else options.threads,
-        backward=options.backward, peers=options.peers,
+        backward=options.backward, peers=options.peers, dtype=options.dtype,
         **({"lengths": _numbers(options.lengths)} if options.lengths else {}),
     )  # fmt: skip
     console = Terminal(stderr=True)

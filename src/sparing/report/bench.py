@@ -43,7 +43,7 @@ def head(bench: Bench) -> str:
     s, m = bench.settings, bench.machine
     kernels = f"kernels: {m['instruction_set']}" if m.get("instruction_set") else "no kernels: plain PyTorch"
     return (
-        f"batch {s.batch}, {s.heads} heads x {s.width}, float32, {s.threads} threads; "
+        f"batch {s.batch}, {s.heads} heads x {s.width}, {s.dtype}, {s.threads} threads; "
         f"{m.get('cpu')}, {m.get('cores')} cores, {kernels}, torch {m.get('torch')}\ninputs: {bench.inputs}\n"
     )
 

@@ -261,13 +261,15 @@ def _sides(chosen: list[Method], gates: list[gate.Gate], settings: BenchSettings
         rivals = (baseline(str(one)),) if one.supports.projection else (SDPA, SDPA_BF16)
         others = [peer for peer in peers_of(one) if settings.peers and peer.version() is not None]
         names = tuple(_peer_name(peer, one) for peer in others)
-        sides.append(_Side(name=str(one), build=_builder(one), method=one, rivals=(*rivals, *names), why=why))
+        sides.append(
+            _Side(name=str(one), build=_builder(one, settings.dtype), method=one, rivals=(*rivals, *names), why=why)
+        )
         sides.extend(_peer_side(peer, one) for peer in others)
     return sides
 
 
-def _builder(one: Method) -> Callable[[AttentionInputs], Workload]:
-    return lambda inputs: method_work(one, inputs, state=learned_state(one, inputs))
+def _builder(one: Method, dtype: str) -> Callable[[AttentionInputs], Workload]:
+    return lambda inputs: method_work(one, inputs, state=learned_state(one, inputs), dtype=getattr(torch, dtype))
 
 
 def _peer_name(peer: Peer, one: Method) -> str:

@@ -20,6 +20,9 @@ SDPA_PROJECTION = "SDPA float32 + value projection"
 Pass = Literal["forward", "forward+backward"]
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
     """What a benchmark measures. A side is left out where two of its calls would exceed `seconds`."""
@@ -33,6 +36,7 @@ class BenchSettings:
     seconds: float = 60.0
     backward: bool = True
     peers: bool = False
+    dtype: str = "float32"  #: of the inputs of methods; SDPA is timed in float32 and bfloat16
 
     def __post_init__(self) -> None:
         chosen = [method(spec) for spec in self.methods]
@@ -53,6 +57,8 @@ class BenchSettings:
         for name in ("heads", "width", "batch", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         if not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds={self.seconds} must be a positive number of seconds")
 
@@ -176,8 +182,10 @@ class Bench:
         return crossover([(r.length, r.speed.median) for r in mine])
 
     def targets(self) -> list[Target]:
-        """Return the targets that this run can judge: none for other sizes than theirs."""
-        if any(getattr(self.settings, name) != size for name, size in TARGET_SIZES.items()):
+        """Return the targets that this run can judge: none for other sizes than theirs, or another type."""
+        if self.settings.dtype != "float32" or any(
+            getattr(self.settings, name) != size for name, size in TARGET_SIZES.items()
+        ):
             return []
         chosen = self.settings
         return [
