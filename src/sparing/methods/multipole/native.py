@@ -29,7 +29,8 @@ def multipole(
 
     q: (B, H, n_q, d). k, v: (B, H_kv, n, .), of the type of q, which may have 16 bits. rows: (B, .) position of each
     rank, or None where they are the same; (B, n_q) number of keys that a query sees; (B, n_q) rank from which on it
-    reads all of them. settings: block, bits of values, sinks, tolerance, scale. There is no gradient.
+    reads all of them. settings: block, bits of values, sinks, least share of a key that is read, scale. There is
+    no gradient.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     return torch.ops.sparing.multipole(q, k, v, *rows, *copies, *settings)

@@ -74,7 +74,7 @@ class MultipolePast(WritableState):
         m = self.method
         if native.ready(q, half=True):
             place = None if self.place is None else self.place[:, : k.shape[2]].contiguous()
-            settings = (m.block, self.bits, m.sinks, m.tolerance, self.scale)
+            settings = (m.block, self.bits, m.sinks, m.least_share(self.bits), self.scale)
             out, notes = multipole(q, k, v, (place, seen, near), self.copies, settings)
             return out, {"lse": notes[0], "error": notes[1], "touched": notes[2].long()}
         groups = q.shape[1] // k.shape[1]
