@@ -1,6 +1,7 @@
 """Generation with a method: losses against one exact call, verdicts, and `compare --contexts` from end to end."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -217,6 +218,13 @@ def test_the_summary_says_what_to_do():
     assert "keep exact attention, no method is safe; the mildest, multipole: lost" in said(
         row_of("not safe", 8000, 2.0, reason="lost")
     )
+    slower = row_of("cannot tell", 8000, 0.7, reason="few")
+    assert said(slower) == "Generation after 8,000 tokens: keep exact attention, nothing is faster here."
+    unsafe = row_of("not safe", 8000, 2.0, reason="lost")
+    assert "keep exact attention, nothing that may be safe is faster here" in said(slower, unsafe)
+    assert "cannot tell whether" in said(slower, row_of("cannot tell", 8000, 2.0, reason="few"))
+    quick = replace(times_of(1.5), token=0.00042, exact_token=0.0106)
+    assert "A token takes 0.42 ms instead of 11 (" in said(row_of("safe and faster", 8000, 1.5, times=quick))
     assert said() == ""
 
 
@@ -227,3 +235,53 @@ def test_contexts_that_cannot_be_measured_are_refused(model, capsys):
     for context, said in ((4, "contexts=4 must be at least 8 tokens"), (10**6, "contexts=1000000 is more than the")):
         with pytest.raises(ValueError, match=said):
             sparing.compare(subject, ["some text", "and more"], contexts=[context], methods=["window(size=8)"])
+
+
+LONG = ["some text that is longer than sixty letters, so that one context of that many fits", "and more"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"when": ["decode"]}, r"no context of 2000, 8000 fits letters \(\d+ positions\) and the documents; pass"),
+        ({"when": ["always"], "contexts": []}, "contexts is empty; pass --contexts N, or add prefill to when"),
+        ({"when": ["decode"], "contexts": [8], "methods": ["exact", "top_keys(keys=4)"]},
+         r"methods: exact, top_keys\(keys=4\) cannot be measured in generation, which leaves out oracles and exact"),
+        ({"when": ["prefill"], "contexts": [8]}, "contexts=8 is for generation: name decode or always in when"),
+        ({"when": ["decode"], "contexts": [60], "metric": "needle"},
+         "metric='needle': no task fits into contexts=60 tokens; use a longer context"),
+    ],
+)  # fmt: skip
+def test_a_comparison_that_would_measure_nothing_is_refused(model, monkeypatch, options, said):
+    monkeypatch.setattr(generation, "continue_prompt", lambda *args, **options: pytest.fail("it was measured"))
+    with pytest.raises(ValueError, match=said):
+        sparing.compare(Subject("letters", model, _Letters()), LONG, **{"methods": [SMALL], **options})
+
+
+def test_facts_are_for_language_models(capsys):
+    assert main(["compare", "minilm", "--facts", "3"]) == 2
+    assert "facts: only language models find them, and minilm is not one (encoder)" in capsys.readouterr().err
+
+
+def test_prompts_are_measured_where_no_method_can_generate(model):
+    subject = Subject("letters", model, _Letters())
+    options = {"contexts": [8], "length": 20, "jobs": 1, "rounds": 1, "lengths": False}
+    found = sparing.compare(subject, LONG, methods=["exact"], **options)
+    assert found.generation == ()
+    assert found.summary.startswith("On 2 documents"), "without a blank before it"
+
+
+def test_a_method_that_one_passage_refuses_is_refused(model, monkeypatch):
+    run, calls = generation.continue_prompt, []
+
+    def continue_prompt(*args, **options):
+        calls.append(args)
+        if len(calls) == 1:
+            raise sparing.Unsupported("not this passage")
+        return run(*args, **options)
+
+    monkeypatch.setattr(generation, "continue_prompt", continue_prompt)
+    subject = Subject("letters", model, _Letters())
+    found = sparing.compare(subject, ["a" * 20, "b" * 20], methods=[SMALL], when=["decode"], contexts=[16])
+    assert len(calls) == 2
+    assert [row.refused for row in found.generation] == ["not this passage"]

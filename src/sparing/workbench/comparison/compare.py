@@ -15,12 +15,14 @@ from sparing.transformers.find import find
 from sparing.transformers.recipe import WHEN
 from sparing.workbench.comparison.facts import FactCount, FactRuns, contexts_of
 from sparing.workbench.comparison.generation import (
+    CONTEXTS,
     FACTS,
     MODES,
     PASSAGES,
     GenerationRow,
     Generations,
     contexts_for,
+    continuing,
     generation_summary,
 )
 from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNSAFE
@@ -123,6 +125,13 @@ def compare(
     all_texts = documents_of(texts).texts
     generating = [mode for mode in modes if mode in MODES]
     lengths_of = contexts_for(subject, all_texts, contexts) if generating or contexts else []
+    if causal and contexts and not generating:
+        raise ValueError(f"contexts={contexts[0]} is for generation: name decode or always in when, or leave it out")
+    if facts is not None and not causal:
+        raise ValueError(f"facts: only language models find them, and {subject.name} is not one ({subject.kind})")
+    named: Sequence[str] = generation_ladder(max(lengths_of, default=0)) if methods is None else continuing(specs)
+    if "prefill" not in modes:
+        _refuse_nothing(subject, specs, named, lengths_of, contexts)
     together = min((1 if causal else 4) if batch_size is None else batch_size, len(given.rows))
     if subject.kind == "classifier" and subject.model.config.pad_token_id is None:
         together = 1  # it could not tell padding from text
@@ -133,8 +142,7 @@ def compare(
     generated: tuple[GenerationRow, ...] = ()
     padding, words = 0.0, []
     with evaluating(subject.model):
-        if lengths_of and generating:
-            named = specs if methods is not None else generation_ladder(max(lengths_of))
+        if lengths_of and generating and named:
             generated = Generations(
                 subject, store, here, when=generating, metric=metric, tolerance=tolerance, seeds=seeds,
                 progress=progress,
@@ -179,6 +187,25 @@ def _modes(subject: Subject, when: Sequence[str] | None) -> list[str]:
         if mode not in WHEN:
             raise ValueError(f"when={mode!r} is not one of prefill, decode, always")
     return modes
+
+
+def _refuse_nothing(
+    subject: Subject, specs: Sequence[str], named: Sequence[str], lengths: Sequence[int], asked: Sequence[int] | None
+) -> None:
+    """Raise where only generation is asked for, and no method or no context is left to measure."""
+    if not named:
+        raise ValueError(
+            f"methods: {', '.join(specs)} cannot be measured in generation, which leaves out oracles and exact "
+            "attention; name others, such as 'multipole', or add prefill to when"
+        )
+    if not lengths and asked is not None:
+        raise ValueError("contexts is empty; pass --contexts N, or add prefill to when")
+    if not lengths:
+        most = "" if subject.positions is None else f" ({subject.positions} positions)"
+        raise ValueError(
+            f"no context of {', '.join(map(str, CONTEXTS))} fits {subject.name}{most} and the documents; pass "
+            "--contexts N"
+        )
 
 
 def _with_facts(

@@ -81,8 +81,13 @@ class GenerationRow:
     crossover: int | None = None  #: context from which on a token is faster; None: at none of `points`
 
 
-def passages(subject: Subject, texts: Sequence[str], context: int, count: int) -> list[Tensor]:
-    """Return token ids [context] of up to `count` passages: documents in their order, joined until they fill one."""
+def passages(
+    subject: Subject, texts: Sequence[str], context: int, count: int, *, name: str = "contexts"
+) -> list[Tensor]:
+    """Return token ids [context] of up to `count` passages: documents in their order, joined until they fill one.
+
+    name: of the argument that holds the context, for errors.
+    """
     found: list[Tensor] = []
     parts: list[str] = []
     tokens = 0
@@ -95,14 +100,16 @@ def passages(subject: Subject, texts: Sequence[str], context: int, count: int) -
             if len(found) == count:
                 break
     if not found:
-        raise ValueError(f"contexts={context}: the documents have {tokens} tokens in all; give longer ones")
+        raise ValueError(f"{name}={context}: the documents have {tokens} tokens in all; give longer ones")
     return found
 
 
-def contexts_for(subject: Subject, texts: Sequence[str], asked: Sequence[int] | None) -> list[int]:
+def contexts_for(
+    subject: Subject, texts: Sequence[str], asked: Sequence[int] | None, *, name: str = "contexts"
+) -> list[int]:
     """Return the contexts to measure; None: those of `CONTEXTS` that the model and the documents allow.
 
-    Raise where generation cannot be measured at a context that was asked for.
+    Raise where generation cannot be measured at a context that was asked for; name: of the argument, for errors.
     """
     if asked is None:
         if subject.kind != "language model":
@@ -110,12 +117,12 @@ def contexts_for(subject: Subject, texts: Sequence[str], asked: Sequence[int] | 
         most = subject.positions or max(CONTEXTS)
         return [context for context in CONTEXTS if context <= most and _fills(subject, texts, context)]
     if asked and subject.kind != "language model":
-        raise ValueError(f"contexts: only language models generate, and {subject.name} is not one ({subject.kind})")
+        raise ValueError(f"{name}: only language models generate, and {subject.name} is not one ({subject.kind})")
     for context in asked:
         if context < _SHORTEST:
-            raise ValueError(f"contexts={context} must be at least {_SHORTEST} tokens")
+            raise ValueError(f"{name}={context} must be at least {_SHORTEST} tokens")
         if subject.positions is not None and context > subject.positions:
-            raise ValueError(f"contexts={context} is more than the {subject.positions} positions of the model")
+            raise ValueError(f"{name}={context} is more than the {subject.positions} positions of the model")
     return sorted(set(asked))
 
 
@@ -124,6 +131,11 @@ def _fills(subject: Subject, texts: Sequence[str], context: int) -> bool:
         return bool(passages(subject, texts, context, 1))
     except ValueError:
         return False
+
+
+def continuing(specs: Sequence[str]) -> list[str]:
+    """Return the specs without oracles and exact attention, which generation does not measure."""
+    return [spec for spec in specs if not (method := _method(spec)).oracle and method.name != "exact"]
 
 
 class Generations:
@@ -150,12 +162,12 @@ class Generations:
     def rows(
         self, texts: Sequence[str], specs: Sequence[str], contexts: Sequence[int], count: int, facts: int
     ) -> tuple[GenerationRow, ...]:
-        """Measure every method at every context, on `count` passages and `facts` contexts with facts.
-
-        Oracles and exact attention are left out.
-        """
-        methods = [method for spec in specs if not (method := _method(spec)).oracle and method.name != "exact"]
+        """Measure every method at every context, on `count` passages and `facts` contexts with facts."""
+        methods = [_method(spec) for spec in specs]
         runs = [(str(method), when) for method in methods for when in self.when]
+        made = {context: contexts_of(self.subject, context, facts) for context in contexts}
+        if self.metric == "needle" and (short := [context for context in contexts if not made[context]]):
+            raise ValueError(f"metric='needle': no task fits into contexts={short[0]} tokens; use a longer context")
         taken = {context: passages(self.subject, texts, context, count) for context in contexts}
         cells = sum(self.seeds if method.supports.stochastic else 1 for method in methods) * len(self.when)
         self.steps = cells * sum(map(len, taken.values())) + len(runs) * (facts * len(contexts) + 1)
@@ -167,8 +179,7 @@ class Generations:
         rows = []
         for context in contexts:
             able = [(spec, when) for spec, when in runs if not isinstance(parts[context, spec, when], str)]
-            made = contexts_of(self.subject, context, facts)
-            kept = self.facts.count(made, able) if made else {}
+            kept = self.facts.count(made[context], able) if made[context] else {}
             for spec, when in runs:
                 held = parts[context, spec, when]
                 counted = kept.get((spec, when))
@@ -199,9 +210,7 @@ class Generations:
             key = (context, cell["method"], cell["when"])
             if is_refusal(part):
                 parts[key] = part["refused"]
-            else:
-                held = parts.setdefault(key, [])
-                assert isinstance(held, list)
+            elif not isinstance(held := parts.setdefault(key, []), str):
                 held.append(build(PassageCosts, part))
         for spec in dict.fromkeys(spec for spec, when in runs if not isinstance(parts[context, spec, when], str)):
             if not race:
@@ -330,8 +339,11 @@ def judge(
     for wanted, verdict in ((False, UNSAFE), (None, UNKNOWN)):
         if reasons := [why for holds, why in found if holds is wanted]:
             return verdict, "; ".join(reasons)
-    faster = times is not None and times.token_speed.low > MARGIN
-    return (FASTER if faster else SLOWER), ""
+    return (FASTER if _faster(times) else SLOWER), ""
+
+
+def _faster(times: GenerationTimes | None) -> bool:
+    return times is not None and times.token_speed.low > MARGIN
 
 
 def generation_summary(rows: Sequence[GenerationRow]) -> str:
@@ -352,6 +364,9 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
             f"{_later(safe[0])}"
         )
     open_ = [row for row in there if row.verdict == UNKNOWN]
+    if open_ and not any(_faster(row.times) for row in open_):
+        what = "nothing that may be safe is faster" if any(_faster(row.times) for row in there) else "nothing is faster"
+        return f"Generation after {longest:,} tokens: keep exact attention, {what} here.{_later(open_[0])}"
     if open_:
         best = max(open_, key=lambda row: row.times.token_speed.median)  # type: ignore[union-attr]
         return (
@@ -376,9 +391,14 @@ def _gain(row: GenerationRow) -> str:
             f"{facts.kept.low:.0%})"
         )
     return (
-        f"A token takes {1000 * times.token:.0f} ms instead of {1000 * times.exact_token:.0f} "
+        f"A token takes {_milliseconds(times.token)} ms instead of {_milliseconds(times.exact_token)} "
         f"({times.token_speed.median:.2f}x as fast){kept}, and the perplexity changes by {row.change.mean:+.2%}."
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    found = 1000 * seconds
+    return f"{found:.0f}" if found >= 10 else f"{found:.2g}"
 
 
 def _later(row: GenerationRow) -> str:
