@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -347,3 +348,17 @@ def test_a_model_loaded_by_name_decodes_from_a_static_cache(tmp_path, spec):
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sparing").eval()
     for _ in range(2):
         assert torch.equal(generate(loaded, cache_implementation="static"), wanted)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_of_a_model_with_other_layers_is_refused_and_unchanged(layers):
+    model, ids = build("llama"), tokens(30)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    cache = new_cache(SimpleNamespace(config=config), "dynamic")
+    for number in range(layers):
+        cache.update(torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), number)
+    message = rf"past_key_values: the cache has {layers} layers, and the model 2: it belongs to another model"
+    with sparing.approximate(model, SMALL), pytest.raises(ValueError, match=message):
+        feed(model, ids[:, :1], cache)
+    assert cache.get_seq_length() == 20

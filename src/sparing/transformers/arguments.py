@@ -142,7 +142,8 @@ def _refuse(places: list[AttentionLayer], wanted: dict[int, LayerSettings]) -> N
         layer, method, why = bad[0]
         more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
         good = next((p.name for p, _, why in reasons if why is None), None)
-        way_out = f"name the layers that can, as layers=[{good!r}]" if good else "use another method"
+        other = 'use multipole or window, or pass when="prefill"' if "cannot continue" in why else "use another method"
+        way_out = f"name the layers that can, as layers=[{good!r}]" if good else other
         raise Unsupported(f"{layer.name}{more} cannot run {method}: {why}; {way_out}")
 
 

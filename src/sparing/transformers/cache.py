@@ -290,11 +290,31 @@ def prepare_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return
     for argument in (*kwargs.values(), *args):
         if isinstance(argument, Cache):
+            if number == 0:
+                _check_layers(module, argument)
             found = indexed_layer(argument, number)
             state.cache_reason = found if isinstance(found, Reason) else None
             if isinstance(found, IndexedLayer):
                 _check_positions(module, state, found, kwargs.get("hidden_states", args[0] if args else None))
             return
+
+
+def _check_layers(module: nn.Module, cache: Cache) -> None:
+    """Raise, before anything changes, if a filled cache has another number of layers than the model."""
+    config: Any = getattr(module, "config", None)
+    count, shared = getattr(config, "num_hidden_layers", None), getattr(config, "num_kv_shared_layers", None) or 0
+    if not isinstance(count, int) or isinstance(cache, EncoderDecoderCache) or not cache.layers:
+        return
+    first = cache.layers[0]
+    if (
+        isinstance(first, cache_utils.CacheLayerMixin)
+        and first.get_seq_length()
+        and len(cache.layers) not in (count, count - shared)
+    ):
+        raise ValueError(
+            f"past_key_values: the cache has {len(cache.layers)} layers, and the model {count}: it belongs to another "
+            "model; start a new one"
+        )
 
 
 def _check_positions(module: nn.Module, state: LayerState, layer: IndexedLayer, hidden: Any) -> None:

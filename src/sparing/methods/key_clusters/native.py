@@ -126,10 +126,6 @@ def key_clusters(
 
 @torch.library.register_fake("sparing::key_clusters", lib=schemas)
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return _outputs(q, v)
-
-
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     rows = q.shape[:3]
     counts = (q.new_empty(rows, dtype=torch.long) for _ in range(2))
     return q.new_empty(*rows, v.shape[3]), q.new_empty(rows), q.new_empty(rows), *counts

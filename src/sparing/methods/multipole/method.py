@@ -22,17 +22,14 @@ from sparing.methods.multipole.copies import (
     copy_values,
     estimate,
     missed_variance,
-    pack_keys,
-    pack_values,
     round_weights,
 )
 from sparing.methods.multipole.past import MultipolePast
 
 _SCORES = 2**22  # logits that are held at once
 _MOST_VARIANCE = 4.0  # of a logit, that its weight is corrected for
-_LIGHT = (
-    2.0**-20
-)  # groups that weigh less than this share of the keys that are read, divided by their number, are left out
+#: Groups are left out that weigh less than this share of the keys that are read, divided by the number of groups.
+_LIGHT = 2.0**-20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +180,7 @@ class Multipole(Method):
         k, v = k[:, :: call.groups], v[:, :: call.groups]  # heads of a group are the same
         place = None if call.mask.keep is None else place_of_rank(call.mask.keep)
         first_k, first_v = valid_first(call.mask.keep, k, v)
-        packed = pack(*self.copies(first_k, first_v, call.mask.causal))
+        packed = native.Packed.of(*self.copies(first_k, first_v, call.mask.causal))
         if isinstance(call.past, MultipolePast):
             call.past.ready = packed
         seen, near = (
@@ -208,6 +205,7 @@ class Multipole(Method):
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         d, e, units = shape.head_dim, shape.value_dim, shape.batch * shape.heads
         pairs = shape.pairs / max(shape.queries, 1)
+        # Keys beyond the query's own block: fitted to SmolLM2 at 4,000 tokens and tolerances of 0.0003 to 0.01.
         touched = min(self.sinks + self.block / 2 + 0.25 * max(self.tolerance, 1e-9) ** -0.75, pairs)
         if statistics is not None and "touched" in statistics:
             touched = float(statistics["touched"].double().mean())
@@ -215,18 +213,6 @@ class Multipole(Method):
         work = shape.queries * (pairs * (2 * d + 2 * e + 4) + touched * (2 * d + 2 * e + 1)) + 6 * shape.keys * (d + e)
         bits = 4 * d + self.value_bits(shape.causal) * e + 64 * (d + e) / self.block
         return Cost(units * work + shape.projection_flops, units * shape.keys * (bits / 8 + 4), touched)
-
-
-def pack(keys: Copy, values: Copy) -> native.Packed:
-    """Lay both copies out for the kernel."""
-    return native.Packed(
-        (
-            pack_keys(keys.codes),
-            keys.scales.contiguous(),
-            pack_values(values.codes, values.bits),
-            values.scales.contiguous(),
-        )
-    )
 
 
 def _amax(x: Tensor) -> Tensor:

@@ -7,18 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.methods.multipole.copies import Copy, pack_keys, pack_values
 from sparing.native.library import schemas
 from sparing.native.tensors import contiguous_rows
 
 schemas.define(
     "multipole(Tensor q, Tensor k, Tensor v, Tensor? place, Tensor seen, Tensor near, Tensor key_codes,"
-    " Tensor key_scales, Tensor value_codes, Tensor value_scales, int block, int bits, int sinks, float tolerance,"
+    " Tensor key_scales, Tensor value_codes, Tensor value_scales, int block, int bits, int sinks, float least_share,"
     " float scale) -> (Tensor out, Tensor notes)"
 )
 
 
 class Packed(tuple[Tensor, Tensor, Tensor, Tensor]):
     """Codes and scales of keys, codes and scales of values, laid out for the kernel."""
+
+    @classmethod
+    def of(cls, keys: Copy, values: Copy) -> Packed:
+        """Lay out both copies."""
+        packed_values = pack_values(values.codes, values.bits)
+        return cls((pack_keys(keys.codes), keys.scales.contiguous(), packed_values, values.scales.contiguous()))
 
 
 def multipole(

@@ -15,8 +15,6 @@ from sparing.methods.multipole.copies import (
     Copy,
     copy_keys,
     copy_values,
-    pack_keys,
-    pack_values,
     unpack_keys,
     unpack_values,
 )
@@ -47,7 +45,7 @@ class MultipolePast(WritableState):
         """Return the copies of blocks of keys and values; first: rank of the first key."""
         m = self.method
         keys, values = copy_keys(k, m.block, m.sinks if first == 0 else 0), copy_values(v, m.block, self.bits)
-        return Packed((pack_keys(keys.codes), keys.scales, pack_values(values.codes, self.bits), values.scales))
+        return Packed.of(keys, values)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool

@@ -117,21 +117,21 @@ struct MultipoleTile {
                      memory.whole, found, memory.totals});
       for (int64_t i = 0; i < found; ++i) {
         const int64_t row = memory.active[i];
-        T* found = logits(row, b);
+        T* guesses = logits(row, b);
         const int32_t* totals = memory.totals + i * call.block;
         Vec<T> tops = all(kNever<T>);
         for (int64_t k = 0; k < call.block; k += lanes<T>) {
           const Vec<T> logit = each[i].base + each[i].unit * from_integers<T>(totals + k);
           tops = larger<T>(tops, logit);
-          store<T>(found + k, logit);
+          store<T>(guesses + k, logit);
         }
         Row& mine = memory.rows[row];
         const int64_t begin = b * call.block;
         if (begin < call.sinks || begin + call.block > mine.near) {
           tops = all(kNever<T>);
           for (int64_t k = 0; k < call.block; ++k) {
-            if (begin + k < call.sinks || begin + k >= mine.near) found[k] = kNever<T>;
-            tops[0] = found[k] > tops[0] ? found[k] : tops[0];
+            if (begin + k < call.sinks || begin + k >= mine.near) guesses[k] = kNever<T>;
+            tops[0] = guesses[k] > tops[0] ? guesses[k] : tops[0];
           }
         }
         const T top = largest_in_halves<T>(tops);
@@ -231,7 +231,7 @@ struct MultipoleTile {
       const T mass = weigh_blocks(row);
       T around = T(0);
       for (int64_t i = 0; i < sure; ++i) around += exponential_below(all(memory.weight[i] - mine.top))[0];
-      const T bar = mine.top + T(__builtin_log(double(call.tolerance) * double(mass + around)));
+      const T bar = mine.top + T(__builtin_log(double(call.least_share) * double(mass + around)));
       const T others = choose(row, bar);
       multiply(row, sure);
       last = largest_read();

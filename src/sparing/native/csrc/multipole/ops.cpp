@@ -13,7 +13,7 @@ template <class E>
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& place,
                                   const Tensor& seen, const Tensor& near, const Tensor& key_codes,
                                   const Tensor& key_scales, const Tensor& value_codes, const Tensor& value_scales,
-                                  int64_t block, int64_t bits, int64_t sinks, double tolerance, double scale) {
+                                  int64_t block, int64_t bits, int64_t sinks, double least_share, double scale) {
   using T = Wide<E>;
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
   MultipoleCall<E> call{};
@@ -25,14 +25,14 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   STD_TORCH_CHECK(kv >= 1 && h % kv == 0, "the heads of q must be a multiple of those of k");
   STD_TORCH_CHECK(block >= kMultipoleGroup && block % kMultipoleGroup == 0, "block must be a multiple of 16");
   STD_TORCH_CHECK(bits == 2 || bits == 4, "bits must be 2 or 4");
-  STD_TORCH_CHECK(sinks >= 0 && tolerance >= 0, "sinks and tolerance must not be negative");
+  STD_TORCH_CHECK(sinks >= 0 && least_share >= 0, "sinks and least_share must not be negative");
   STD_TORCH_CHECK(key_codes.dim() == 6 && value_codes.dim() == 6, "key_codes and value_codes must have 6 axes");
   call.groups = h / kv;
   call.q = tokens<E>("q", q, b, h, n, call.depth);
   call.k = tokens<E>("k", k, b, kv, call.keys, call.depth);
   call.v = tokens<E>("v", v, b, kv, call.keys, call.width);
   call.block = block, call.bits = bits, call.blocks = key_codes.size(2);
-  call.sinks = std::min(sinks, call.keys), call.tolerance = T(tolerance), call.scale = T(scale);
+  call.sinks = std::min(sinks, call.keys), call.least_share = T(least_share), call.scale = T(scale);
   const int64_t chunks = (call.depth + kKeyChannels - 1) / kKeyChannels, each = kValueChannels * 8 / bits;
   call.key_codes = packed<uint8_t>("key_codes", key_codes, {b, kv, call.blocks, block / kMultipoleGroup, chunks, 64});
   call.value_codes = packed<uint8_t>(
@@ -80,10 +80,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
 
 std::tuple<Tensor, Tensor> multipole(Tensor q, Tensor k, Tensor v, Optional place, Tensor seen, Tensor near,
                                      Tensor key_codes, Tensor key_scales, Tensor value_codes, Tensor value_scales,
-                                     int64_t block, int64_t bits, int64_t sinks, double tolerance, double scale) {
+                                     int64_t block, int64_t bits, int64_t sinks, double least_share, double scale) {
   return with_stored_type("q", q, [&]<class E>() {
     return attend<E>(q, k, v, place, seen, near, key_codes, key_scales, value_codes, value_scales, block, bits, sinks,
-                     tolerance, scale);
+                     least_share, scale);
   });
 }
 
