@@ -4,6 +4,8 @@ import pytest
 
 import sparing
 from sparing.cli.main import main
+from sparing.cli.options import console_of
+from sparing.report.plan import show
 from sparing.store import Store
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.comparison.facts import FactRuns
@@ -30,7 +32,9 @@ def speeds(monkeypatch):
 
 
 def run(**options):
-    given = {"methods": list(SPEEDS), "tolerance": 0.1, "coverage": 0.8, "confidence": 0.8, "context": 60}
+    given = {"methods": list(SPEEDS), "coverage": 0.8, "context": 60}
+    if options.get("metric") != "needle":
+        given |= {"tolerance": 0.1, "confidence": 0.8}
     return plan(subject("llama"), TEXTS, **{**given, "when": "decode", "documents": 14, **options})
 
 
@@ -95,6 +99,7 @@ def test_facts_of_other_contexts_confirm_the_promise(speeds, monkeypatch, kept, 
     assert not seeds[0] & seeds[1]
     assert found.holds == holds
     assert found.recipe.when == "decode"
+    assert found.promise.confidence == 0.975, "of the lower end of an interval of 95 %"
     if holds:
         assert "80 of 80 facts in held-out contexts are kept (at least 94%)" in found.reason
         assert (found.held_out.documents, found.held_out.violations) == (80, 0)
@@ -108,7 +113,9 @@ def test_the_command_writes_a_recipe_for_generation(speeds, tmp_path, capsys):
     assert main([*given, "--no-cache", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "continuations like these change by 50% at most" in out
-    assert "speed of a generated token against exact attention" in " ".join(out.split())
+    assert "Token: speed of a generated token against exact attention" in " ".join(out.split())
+    assert "small (language model, float32) on lines.txt: 14 passages of 60 tokens; " in " ".join(out.split())
+    assert "layers method token damage" in " ".join(out.split())
     assert Recipe.load(tmp_path / "out" / "recipe.json").when == "decode"
     assert main(["show", str(tmp_path / "out" / "plan.json")]) == 0
 
@@ -119,13 +126,37 @@ def test_the_command_writes_a_recipe_for_generation(speeds, tmp_path, capsys):
         ({"when": "never"}, "when='never' is not one of always, prefill, decode"),
         ({"metric": "cosine"}, "metric='cosine' is not one of perplexity, agreement, needle, which generation has"),
         ({"objective": "memory"}, "with when='decode' a plan saves time"),
-        ({"context": 4}, "contexts=4 must be at least 8 tokens"),
+        ({"context": 4}, "^context=4 must be at least 8 tokens"),
         ({"when": "prefill"}, "context=60 is for generation: pass when='decode' or 'always'"),
         ({"documents": 3}, "documents: 3 are too few for coverage=0.8"),
         ({"metric": "needle"}, "no task fits into context=60 tokens; use a longer context"),
-        ({"metric": "needle", "confidence": 0.99}, "confidence=0.99: facts show 0.975 at most"),
+        ({"metric": "needle", "confidence": 0.9}, "confidence=0.9 is not used with metric='needle'; leave it out"),
+        ({"metric": "needle", "tolerance": 0.01}, "tolerance=0.01 is not used with metric='needle'; leave it out"),
+        ({"metric": "needle", "when": "prefill", "context": None}, "is for generation: pass when='decode'"),
+        ({"length": 64}, "length=64 is for plans of prompts; leave it out with when='decode'"),
+        ({"rounds": 7}, "rounds=7 is for plans of prompts"),
+        ({"jobs": 1, "when": "always"}, "jobs=1 is for plans of prompts; leave it out with when='always'"),
+        ({"extend_positions": True}, "extend_positions=True is for plans of prompts"),
+        ({"context": 10**6}, "^context=1000000 is more than the"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(speeds, options, said):
     with pytest.raises(ValueError, match=said):
         run(**options)
+
+
+def test_an_encoder_does_not_generate(capsys):
+    assert main(["plan", "minilm", "--metric", "needle"]) == 2
+    assert "when='decode': only language models generate, and minilm is not one" in capsys.readouterr().err
+
+
+def test_documents_that_fill_no_context_are_named_by_the_option(speeds):
+    with pytest.raises(ValueError, match=r"^context=60: the documents have 2 tokens in all"):
+        plan(subject("llama"), ["ab"], when="decode", context=60)
+
+
+def test_candidates_that_are_slower_are_shown_by_the_speed_of_a_token(speeds, capsys):
+    show(run(methods=["multipole(tolerance=0.01)"]), console=console_of())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "best candidates token" in out
+    assert "multipole(tolerance=0.01) 0.90x" in out

@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
     add_subject(parser)
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, metavar="X",
-        help="largest change of a document at the end of the model (default: 0.01)",
+        "--tolerance", type=float, metavar="X",
+        help="largest change of a document at the end of the model (default: 0.01; not for needle)",
     )  # fmt: skip
     parser.add_argument(
         "--metric", metavar="NAME",
@@ -36,10 +36,13 @@ def add(commands: Any) -> None:
         help="share of documents that stay within the tolerance (default: 0.9)",
     )  # fmt: skip
     parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="X", help="confidence of that promise (default: 0.95)"
-    )
+        "--confidence", type=float, metavar="X",
+        help="confidence of that promise (default: 0.95; needle: always 0.975)",
+    )  # fmt: skip
     parser.add_argument("--objective", default="time", metavar="NAME", help="save time or memory (default: time)")
-    parser.add_argument("--documents", type=int, metavar="N", help="draw N documents at random (default: 70)")
+    parser.add_argument(
+        "--documents", type=int, metavar="N", help="draw N documents at random (default: 70; needle: 30 made-up texts)"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N",
         help="seed of the draw and split of documents, and of stochastic methods (default: 0)",
@@ -50,9 +53,14 @@ def add(commands: Any) -> None:
         "(decode), or both (always)",
     )  # fmt: skip
     parser.add_argument("--context", type=int, metavar="N", help="plan tokens that continue N others (default: 2000)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="number of timed rounds (default: 7)")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="number of processes that run documents (default: one per core)"
+        "--rounds", type=int, metavar="N", help="number of timed rounds (default: 7; not for generation)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="number of processes that run documents (default: one per core; not for generation)",
     )
     writes(
         parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,

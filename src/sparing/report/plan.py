@@ -24,7 +24,7 @@ def show(plan: Plan, *, console: Terminal) -> None:
     cut += f", {plan.skipped} more left out: empty, of one token, or the same again" if plan.skipped else ""
     threads = plan.machine.get("threads")
     console.print(
-        f"{plan.model} ({plan.kind}) on {plan.data}: {plan.documents} documents of up to {plan.tokens} tokens{cut}; "
+        f"{plan.model} ({plan.kind}, {plan.dtype}) on {_cases(plan)}{cut}; "
         f"{plan.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}"
     )
     console.print(_figures(plan))
@@ -32,6 +32,18 @@ def show(plan: Plan, *, console: Terminal) -> None:
         console.print(_layers(plan))
     elif not any(one.used for one in plan.candidates) and any(one.gain for one in plan.candidates):
         console.print(_candidates(plan))
+
+
+def _generates(plan: Plan) -> bool:
+    return plan.kind == "language model" and plan.recipe.when != "prefill"
+
+
+def _cases(plan: Plan) -> str:
+    if plan.metric == "needle":
+        return f"{plan.documents} made-up texts with facts, of up to {plan.tokens} tokens"
+    if _generates(plan):
+        return f"{plan.data}: {plan.documents} passages of {plan.tokens} tokens"
+    return f"{plan.data}: {plan.documents} documents of up to {plan.tokens} tokens"
 
 
 def _figures(plan: Plan) -> Table:
@@ -43,7 +55,7 @@ def _figures(plan: Plan) -> Table:
     if plan.metric == "needle":
         table.add_row("promise", f"{likely} the facts that exact attention finds in its context are kept")
     else:
-        what = "documents like these" if plan.damages or plan.recipe.when == "prefill" else "continuations like these"
+        what = "continuations like these" if _generates(plan) else "documents like these"
         table.add_row("promise", f"{likely} {what} change by {_percent(promise.tolerance)} at most ({plan.words})")
     for found in plan.checks:
         table.add_row("held out", _said(found, plan, f" ({_percent(found.most)} of all at most)"))
@@ -72,7 +84,7 @@ def _ratio(gain: Interval) -> str:
 
 def _layers(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
-    for name, right in (("layers", False), ("method", False), ("attention", True), ("damage", True)):
+    for name, right in (("layers", False), ("method", False), (_raced(plan), True), ("damage", True)):
         table.add_column(name, justify="right" if right else "left", no_wrap=right)
     speeds = {one.method: one.gain for one in plan.candidates}
     rows = plan.records()
@@ -85,8 +97,8 @@ def _layers(plan: Plan) -> Table:
             "" if gain is None else f"{gain.median:.2f}x", damage,
         )  # fmt: skip
     what = "speed" if plan.objective == "time" else "memory"
-    if not plan.damages:
-        table.caption = "Attention: speed of a generated token against exact attention, above 1 is better."
+    if _generates(plan):
+        table.caption = "Token: speed of a generated token against exact attention, above 1 is better."
         return table
     table.caption = (
         f"Attention: {what} of a call against exact attention, above 1 is better. Damage: change at the end of the "
@@ -112,10 +124,15 @@ def together(names: Sequence[str]) -> str:
     return f"{found[0].group(1)}{spans}{found[0].group(3)}"
 
 
+def _raced(plan: Plan) -> str:
+    """Return the name of what candidates were timed in."""
+    return "token" if _generates(plan) else "attention"
+
+
 def _candidates(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("best candidates")
-    table.add_column("attention", justify="right")
+    table.add_column(_raced(plan), justify="right")
     raced = [(one.gain, one.method) for one in plan.candidates if one.gain is not None]
     for gain, method in sorted(raced, reverse=True)[:_BEST]:
         table.add_row(method, f"{gain.median:.2f}x")

@@ -36,7 +36,7 @@ from sparing.workbench.prepare import fingerprint
 from sparing.workbench.timing import Interval, threads
 
 FACT_CONTEXTS = 30  #: contexts with facts, by default; a third of them calibrates
-_CONFIDENCE = 0.975  # of the lower end of an interval of 95 %
+FACT_CONFIDENCE = 0.975  #: of the lower end of an interval of 95 %
 _HELD_OUT = 10_000  # first seed of held-out contexts
 _WORDS = {
     "perplexity": "change of the perplexity of a continuation", "agreement": "share of next tokens that differ",
@@ -100,8 +100,6 @@ class FactCases:
     """Facts in made-up contexts: the share of those that exact attention finds which must be kept is the coverage."""
 
     def __init__(self, planner: GenerationPlanner, length: int, count: int) -> None:
-        if planner.promise.confidence > _CONFIDENCE:
-            raise ValueError(f"confidence={planner.promise.confidence}: facts show {_CONFIDENCE} at most")
         self.planner, few = planner, calibrating(count)
         runs = FactRuns(planner.subject, planner.store, planner.here, lambda text: planner.tell())
         self.runs = runs
@@ -154,7 +152,8 @@ class GenerationPlanner:
         """Return the plan. count: of passages or contexts with facts; None: `most` passages, or `FACT_CONTEXTS`."""
         texts = list(dict.fromkeys(self.data.texts))
         random.Random(self.seed).shuffle(texts)
-        rows = passages(self.subject, texts, context, 1 if self.metric == "needle" else count or most)
+        wanted = 1 if self.metric == "needle" else count or most
+        rows = passages(self.subject, texts, context, wanted, name="context")
         cases: PassageCases | FactCases
         if self.metric == "needle":
             cases = FactCases(self, context, FACT_CONTEXTS if count is None else count)
@@ -230,7 +229,7 @@ class GenerationPlanner:
             data_fingerprint=self.data.fingerprint, model_fingerprint=self.of["model"], documents=cases.count,
             tokens=context, truncated=0, skipped=0, metric=self.metric, words=_WORDS[self.metric], objective="time",
             promise=self.promise, machine=self.here, layers={name: blank.spec_of(name) or "exact" for name in places},
-            **found,
+            dtype=self.subject.dtype, **found,
         )  # fmt: skip
         made = made if not layers else replace(made, reason=words.token_success(made))
         return replace(made, recipe=replace(made.recipe, about=about(made)))

@@ -20,7 +20,7 @@ from sparing.workbench.machine import machine
 from sparing.workbench.metrics import Metric, metrics_of
 from sparing.workbench.planning import clock
 from sparing.workbench.planning.context import PlanGoal
-from sparing.workbench.planning.generating import GENERATION_METRICS, GenerationPlanner
+from sparing.workbench.planning.generating import FACT_CONFIDENCE, GENERATION_METRICS, GenerationPlanner
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Plan
 from sparing.workbench.planning.steps import Planner
@@ -34,18 +34,18 @@ def plan(
     model: Any,
     texts: Documents | Sequence[str] | None = None,
     *,
-    tolerance: float = 0.01,
+    tolerance: float | None = None,
     tokenizer: Any = None,
     metric: str | None = None,
     objective: str = "time",
     coverage: float = 0.9,
-    confidence: float = 0.95,
+    confidence: float | None = None,
     methods: Sequence[str] | None = None,
     length: int | None = None,
     documents: int | None = None,
     extend_positions: bool = False,
     seed: int = 0,
-    rounds: int = 7,
+    rounds: int | None = None,
     when: str | None = None,
     context: int | None = None,
     dtype: str = "auto",
@@ -56,6 +56,7 @@ def plan(
     """Choose what each attention layer runs, so that with this confidence a share `coverage` of documents like these
     changes by no more than the tolerance, and the model gains on this machine; or say why it should stay exact.
 
+    tolerance, confidence: None: 0.01 and 0.95. The metric "needle" takes neither: its confidence is 0.975.
     model: a preset ("minilm", "smollm2"), a folder, a name on the hub, or a model object with its `tokenizer`.
     texts: documents; None: Python's help topics. documents: how many to draw from them; None: 70, or all there are.
     metric: "cosine" for an encoder, "perplexity" or "agreement" for a language model, "probability" or "agreement" for
@@ -65,15 +66,27 @@ def plan(
         of `context` tokens (None: 2000), with one method for all layers; "needle" means "decode" unless this is given.
     objective: "time", or "memory" for the peak of a run.
     methods: specs; None: every training-free method that fits, with a few budgets.
-    length, extend_positions, cache, jobs: as for `compare`.
+    length, extend_positions, cache, jobs: as for `compare`; of these, generation takes `cache` only.
     seed: of the draw and split of documents, and of methods that draw random numbers; the recipe keeps it.
-    rounds: of the timings of the model.
+    rounds: of the timings of the model; None: 7. Generation takes none.
 
     >>> found = sparing.plan("minilm", tolerance=1e-6, methods=["window(size=8)"], length=16, rounds=1, jobs=1)
     >>> found.recipe.layers  # none is that close to exact attention
     {}
     """
-    promise = Promise(tolerance, coverage, confidence)
+    when = "decode" if when is None and metric == "needle" else when
+    if when not in (None, *WHEN):
+        raise ValueError(f"when={when!r} is not one of {', '.join(WHEN)}")
+    if when in MODES:
+        _refuse_unused(
+            when, metric, length=length, extend_positions=extend_positions or None, rounds=rounds, jobs=jobs,
+            tolerance=tolerance, confidence=confidence,
+        )  # fmt: skip
+    elif metric == "needle":
+        raise ValueError("metric='needle' is for generation: pass when='decode' or 'always'")
+    sure = FACT_CONFIDENCE if metric == "needle" else 0.95
+    promise = Promise(0.01 if tolerance is None else tolerance, coverage, sure if confidence is None else confidence)
+    rounds = 7 if rounds is None else rounds
     clock.check_objective(objective)
     workers = jobs if jobs is not None else os.cpu_count() or 1
     for name, number in (("rounds", rounds), ("jobs", workers)):
@@ -82,9 +95,6 @@ def plan(
     for name, wrong in (("texts", texts), ("methods", methods)):
         if isinstance(wrong, str):
             raise ValueError(f"{name}={wrong[:40]!r} must be a list, not one string")
-    when = "decode" if when is None and metric == "needle" else when
-    if when not in (None, *WHEN):
-        raise ValueError(f"when={when!r} is not one of {', '.join(WHEN)}")
     named = None if methods is None else _usable(methods)
     data = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
     if when in MODES:
@@ -117,6 +127,20 @@ def plan(
         return Planner(given, goal, store, here, progress).plan(specs, workers)
 
 
+def _refuse_unused(when: str, metric: str | None, **options: float | None) -> None:
+    """Raise for an option that was given and that generation, or its metric, does not use."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name not in ("tolerance", "confidence"):
+            raise ValueError(f"{name}={value} is for plans of prompts; leave it out with when={when!r}")
+        if metric == "needle":
+            raise ValueError(
+                f"{name}={value} is not used with metric='needle'; leave it out: coverage is the share of facts to be "
+                f"kept, with a confidence of {FACT_CONFIDENCE}"
+            )
+
+
 def _generating(
     subject: Subject, data: Documents, promise: Promise, named: list[str] | None, metric: str | None, when: str,
     context: int | None, documents: int | None, seed: int, objective: str, cache: str | Path | Store | None,
@@ -130,7 +154,11 @@ def _generating(
         raise ValueError(f"objective={objective!r}: with when={when!r} a plan saves time; use objective='time'")
     if documents is not None and documents < 3:
         raise ValueError(f"documents={documents} must be at least 3: some calibrate, others are held out")
-    (length,) = contexts_for(subject, data.texts, [CONTEXTS[0] if context is None else context])
+    if subject.kind != "language model":
+        raise ValueError(
+            f"when={when!r}: only language models generate, and {subject.name} is not one ({subject.kind})"
+        )
+    (length,) = contexts_for(subject, data.texts, [CONTEXTS[0] if context is None else context], name="context")
     store, here = Store.of(cache), machine()
     store.prepare()
     planner = GenerationPlanner(

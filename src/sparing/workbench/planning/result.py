@@ -22,7 +22,9 @@ class Candidate:
     """A method that was raced against exact attention."""
 
     method: str
-    gain: Interval | None  #: of one attention call, above 1 is better; None: it cannot run in this model
+    gain: (
+        Interval | None
+    )  #: of one attention call, or of a generated token; above 1 is better; None: it cannot run in this model
     used: bool  #: whether it gains enough to be tried in layers
 
 
@@ -57,6 +59,7 @@ class Plan:
     gain: (
         Interval | None
     )  #: of the whole model, exact / recipe: above 1 is better; also of a recipe that was refused for it
+    dtype: str = "float32"  #: of the model's weights
 
     @property
     def holds(self) -> bool:

@@ -153,7 +153,8 @@ class Planner:
             data=given.data, data_fingerprint=given.data_fingerprint, model_fingerprint=self.context.of["model"],
             documents=len(given.rows), tokens=given.tokens, truncated=given.longer, skipped=given.skipped,
             metric=self.metric.name, words=self.metric.words, objective=self.objective, promise=self.promise,
-            machine=self.here, layers={name: chosen.get(name, "exact") for name in self.places}, **self.found,
+            machine=self.here, layers={name: chosen.get(name, "exact") for name in self.places},
+            dtype=subject.dtype, **self.found,
         )  # fmt: skip
         found = found if chosen == {} else replace(found, reason=words.success(found))
         return replace(found, recipe=replace(found.recipe, about=about(found)))
