@@ -13,10 +13,12 @@ from sparing.report.page import page
 from sparing.transformers import reasons
 from sparing.transformers.runtime import decode
 from sparing.workbench.comparison import generation, tokens
+from sparing.workbench.comparison.facts import KINDS
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.comparison.verdict import Comparison, with_facts
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.memory import tensor_bytes
+from sparing.workbench.retrieval.tasks import TASKS
 from sparing.workbench.timing import Interval
 from tests.support.comparisons import measured
 from tests.support.generations import NO_CHANGE, facts_of, row_of, times_of
@@ -137,6 +139,15 @@ def test_compare_measures_generation_at_each_context(model, tmp_path, capsys):
     assert main(["show", str(path)]) == 0
     out = capsys.readouterr().out
     assert "Generation: what it does" in out
+    shown = " ".join(out.split())
+    assert "on texts: 2 passages of 40 tokens, 1 passage of 50 tokens; " in shown, "documents play no part"
+    assert "2 passages of 40 tokens, 1 passage of 50 tokens;" in page(found)
+    assert "perplexity within 50.00%, and at least 90% of the facts." in shown
+    path.write_text(named.to_json())
+    assert main(["show", str(path)]) == 0
+    assert "perplexity within 50.00%. " in " ".join(capsys.readouterr().out.split()), "facts were not required"
+    assert ("must be kept, too" in page(found), "must be kept, too" in page(named)) == (True, False)
+    path.write_text(found.to_json())
     assert f"{done[0].exact_perplexity:.3f}" in page(found)
     assert f"exact, {done[0].times.exact_cache}" in out
     assert "lsh(rounds=2, chunk=8): " in out
@@ -180,6 +191,10 @@ def test_the_verdict_needs_perplexity_and_facts(change, facts, speed, metric, ve
     assert found[0] == verdict
     assert said in found[1]
     assert bool(said) == bool(found[1])
+
+
+def test_every_task_is_asked():
+    assert {task for task, _ in KINDS} == set(TASKS)
 
 
 def test_facts_are_counted_by_depth():

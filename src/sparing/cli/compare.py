@@ -35,7 +35,10 @@ def add(commands: Any) -> None:
         help="column of a second text: an encoder compares the two, a classifier reads both as one",
     )  # fmt: skip
     parser.add_argument("--label", metavar="COLUMN", help="column of labels: adds scores against them")
-    parser.add_argument("--documents", type=int, metavar="N", help="use the first N documents (default: 8)")
+    parser.add_argument(
+        "--documents", type=int, metavar="N",
+        help="use the first N documents (default: 8), and N passages for generation (default: 3)",
+    )  # fmt: skip
     parser.add_argument(
         "--seeds", type=int, default=2, metavar="N", help="number of random seeds for stochastic methods (default: 2)"
     )

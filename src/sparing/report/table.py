@@ -25,12 +25,9 @@ _SHOWN = 8  # layers that have columns of their own
 def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
     """Print the summary and the table; with `layers`, the errors of each layer, too."""
     console.print(found.summary, style="bold")
-    cut = f", {found.truncated} of them cut" if found.truncated else ""
-    cut += f", {found.skipped} more left out for having no text or one token" if found.skipped else ""
-    count = f"{found.documents} document{'s' * (found.documents != 1)}"
     console.print(
-        f"{found.model} ({found.kind}, {found.dtype}) on {found.data}: {count} of up to "
-        f"{found.tokens} tokens{cut}; {found.machine.get('cpu')}, {found.machine.get('threads')} threads"
+        f"{found.model} ({found.kind}, {found.dtype}) on {found.data}: {found.cases}; "
+        f"{found.machine.get('cpu')}, {found.machine.get('threads')} threads"
     )
     if scores := _against_labels(found):
         console.print(f"against the labels, the exact model: {scores}")
@@ -105,10 +102,8 @@ def generation_tables_of(found: Comparison) -> list[Table]:
 
 
 def _rule(found: Comparison) -> str:
-    kept = f"at least {KEPT:.0%} of the facts"
-    return {
-        "change of the perplexity": f"the perplexity within {percentage(found.tolerance)}, and {kept}",
-    }.get(found.metric, f"{found.metric} within {percentage(found.tolerance)}")
+    kept = f", and at least {KEPT:.0%} of the facts" if found.needs_facts else ""
+    return f"{found.metric} within {percentage(found.tolerance)}{kept}"
 
 
 def layer_table(found: Comparison) -> Table:

@@ -66,7 +66,7 @@ def compare(
     model: a preset ("minilm", "smollm2"), a folder, a name on the hub, or a model object with its `tokenizer`.
     texts: documents; None: Python's help topics.
     length: cut documents to this many tokens; None: 512, or 1024 for a language model, or the model's positions.
-    documents: number of documents to use, the first ones; None: 8.
+    documents: number of documents to use, the first ones; None: 8, and 3 passages for generation.
     methods: specs; None: every training-free method that fits, with a few budgets, and the oracles.
     tolerance: largest change at the end of the model that is safe; the upper end of its 95 % interval must be below.
         None: 0.01, or 0.1 for the metric "needle".
@@ -168,7 +168,7 @@ def compare(
     return Comparison(
         subject.name, subject.kind, given.data, len(given.rows), given.tokens, given.longer, given.skipped,
         chosen.words, tolerance, seeds, here, together, padding, table, " ".join(words), drawn, generated,
-        subject.dtype,
+        subject.dtype, causal and metric is None,
     )  # fmt: skip
 
 

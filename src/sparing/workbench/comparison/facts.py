@@ -22,7 +22,7 @@ ROOM = 64  #: tokens of a context that are left for the longest question and its
 #: Task and haystack of contexts, in turn. Those of which a small model solves most come more often.
 KINDS = (
     ("keys", "prose"), ("code", "code"), ("keys", "code"), ("keys", "repeated"), ("values", "prose"),
-    ("code", "prose"), ("keys", "prose"), ("chain", "prose"),
+    ("code", "prose"), ("keys", "prose"), ("chain", "prose"), ("needle", "prose"), ("table", "code"),
 )  # fmt: skip
 
 

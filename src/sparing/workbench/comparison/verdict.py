@@ -80,6 +80,19 @@ class Comparison:
     maps: tuple[HeadMap, ...] = ()  #: where the most fragile heads look
     generation: tuple[GenerationRow, ...] = ()  #: of a language model, at each context
     dtype: str = "float32"  #: of the model's weights
+    needs_facts: bool = False  #: whether what is safe must also keep facts of its context
+
+    @property
+    def cases(self) -> str:
+        """What was measured, in words: documents, or passages where there is generation only."""
+        if self.generation and not self.rows:
+            count = {row.context: 0 for row in self.generation}
+            for row in self.generation:
+                count[row.context] = max(count[row.context], row.passages)
+            return ", ".join(f"{n or 'no'} passage{'s' * (n != 1)} of {context} tokens" for context, n in count.items())
+        cut = f", {self.truncated} of them cut" if self.truncated else ""
+        cut += f", {self.skipped} more left out for having no text or one token" if self.skipped else ""
+        return f"{self.documents} document{'s' * (self.documents != 1)} of up to {self.tokens} tokens{cut}"
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat dictionary for each row, as `pandas.DataFrame` takes them."""
