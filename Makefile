@@ -13,8 +13,8 @@ CSRC := $(shell find src/sparing/native/csrc -name '*.h' -o -name '*.cpp')
 
 # Two answers, with the verdicts first: an encoder at its own 512 tokens, and generation after a long context.
 compare: $(KERNELS)
-	$(BIN)/sparing compare minilm --documents 5 --rounds 3 --out out > /dev/null
-	$(BIN)/sparing compare smollm2 --when decode --contexts 4000 --documents 2 --facts 10 \
+	$(BIN)/sparing compare minilm --documents 4 --rounds 3 --out out > /dev/null
+	$(BIN)/sparing compare smollm2 --when decode --contexts 3000 --documents 2 --facts 15 \
 		--methods "multipole,window(size=512, sinks=4)" --out out/generation > /dev/null
 	$(BIN)/sparing show out/compare.json out/generation/compare.json
 

@@ -34,8 +34,9 @@ class Index:
     streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
 
     `length` is the number of positions that the index knows. `statistics` holds what the method noted about the last
-    call, each [B, H, n_q]: `touched`, the number of keys that were read, and `error`, the predicted distance to exact
-    attention. Where the budget covers all keys, attention is exact and `statistics` is empty.
+    call, each [B, H, n_q]: `lse`, the log-sum-exp of the logits, `touched`, the number of keys that were read, and
+    `error`, the predicted distance to exact attention. Where the budget covers all keys, attention is exact and
+    `statistics` is empty.
 
     >>> k, v = torch.randn(2, 1, 2, 301, 16).unbind(0)
     >>> index = sparing.Index("multipole(tolerance=0.02)")

@@ -86,7 +86,7 @@ def test_errors_show_hostile_names_as_text_on_one_line(arguments, tmp_path, monk
 
 def test_words_that_are_not_understood_are_shown_as_text(capsys):
     with pytest.raises(SystemExit):
-        main(["show", "a.json", "b\x1b[31m.json"])
+        main(["show", "a.json", "--b\x1b[31m.json"])
     err = capsys.readouterr().err
     assert unsafe(err) == set()
     assert r"b\x1b[31m.json" in err
