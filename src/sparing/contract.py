@@ -139,6 +139,7 @@ class Method:
     name: ClassVar[str] = ""
     target: ClassVar[str] = "softmax"  #: the attention that the method converges to
     budget: ClassVar[str | None] = None  #: the field that trades work for accuracy; always shown by `str()`
+    moved: ClassVar[Mapping[str, str]] = {}  #: fields that another method has now -> what an error says about them
     oracle: ClassVar[bool] = False  #: a yardstick that needs the exact result, not a product
     supports: ClassVar[Supports] = Supports()
 
@@ -264,9 +265,8 @@ def _parsed(spec: str) -> Method:
     for key in settings:
         if key not in known_fields:
             has = f"its fields are {', '.join(known_fields)}" if known_fields else "it has no fields"
-            if name == "multipole" and key in ("clusters", "keys", "window"):
-                has += "; attention to clusters of keys is called key_clusters"
-            raise ValueError(f"method: {name} has no field {shown(key)} (in {shown(spec)}); {has}")
+            moved = f"; {cls.moved[key]}" if key in cls.moved else ""
+            raise ValueError(f"method: {name} has no field {shown(key)} (in {shown(spec)}); {has}{moved}")
     return cls(**settings)
 
 

@@ -96,7 +96,7 @@ def test_when_says_which_tokens_are_approximated(name):
         assert not torch.allclose(logits[a][row], logits[b][row], atol=1e-4), (a, b, row)
     with pytest.raises(ValueError, match=r"when='sometimes' is not one of 'always', 'prefill', 'decode'"):
         sparing.approximate(model, SMALL, when="sometimes")
-    with pytest.raises(sparing.Unsupported, match=r"when='decode', but nystrom cannot continue a cache"):
+    with pytest.raises(sparing.Unsupported, match=r"when='decode', but nystrom cannot continue a cache; use multi"):
         sparing.approximate(model, "nystrom", when="decode")
     with pytest.raises(sparing.Unsupported, match=r"when='decode', but the layer never continues a cache"):
         sparing.approximate(build("bert"), "window(size=4)", when="decode")

@@ -14,6 +14,7 @@ from sparing.contract import Method, Unsupported
 from sparing.contract import method as _method
 from sparing.draws import check_seed
 from sparing.spec import shown
+from sparing.transformers import reasons
 from sparing.transformers.find import AttentionLayer, base_name
 from sparing.transformers.recipe import WHEN, Recipe, is_path
 from sparing.transformers.state import LayerSettings
@@ -136,13 +137,14 @@ def _select(places: list[AttentionLayer], layers: Any, argument: str) -> list[in
 
 def _refuse(places: list[AttentionLayer], wanted: dict[int, LayerSettings]) -> None:
     """Raise if a layer cannot run its settings."""
-    reasons = [(places[i], settings.method, _refusal(places[i], settings)) for i, settings in wanted.items()]
-    bad = [(layer, method, why) for layer, method, why in reasons if why is not None]
+    found = [(places[i], settings, _refusal(places[i], settings)) for i, settings in wanted.items()]
+    bad = [(layer, settings, why) for layer, settings, why in found if why is not None]
     if bad:
-        layer, method, why = bad[0]
+        layer, settings, why = bad[0]
+        method, cannot_decode = settings.method, settings.when == "decode" and not settings.method.supports.decode
         more = f" (and {len(bad) - 1} more layers)" if len(bad) > 1 else ""
-        good = next((p.name for p, _, why in reasons if why is None), None)
-        other = 'use multipole or window, or pass when="prefill"' if "cannot continue" in why else "use another method"
+        good = next((p.name for p, _, why in found if why is None), None)
+        other = reasons.method(method.name).way_out if cannot_decode else "use another method"
         way_out = f"name the layers that can, as layers=[{good!r}]" if good else other
         raise Unsupported(f"{layer.name}{more} cannot run {method}: {why}; {way_out}")
 

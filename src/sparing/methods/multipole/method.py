@@ -62,6 +62,7 @@ class Multipole(Method):
 
     name = "multipole"
     budget = "tolerance"
+    moved = dict.fromkeys(("clusters", "keys", "window"), "attention to clusters of keys is called key_clusters")
     supports = Supports(
         causal=True, lse=True, position_based=True, decode=True, decode_16bit=True, native_16bit=True, adopt=True,
         training_free=True,
