@@ -1,7 +1,7 @@
 """Rows of generation, made by hand."""
 
 from sparing.workbench.comparison.facts import count_facts
-from sparing.workbench.comparison.generation import GenerationRow, GenerationTimes
+from sparing.workbench.comparison.generation_row import GenerationRow, GenerationTimes
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.retrieval.tasks import Context, Question
 from sparing.workbench.timing import Interval

@@ -12,7 +12,7 @@ from sparing.models import Subject
 from sparing.report.page import page
 from sparing.transformers import reasons
 from sparing.transformers.runtime import decode
-from sparing.workbench.comparison import generation, tokens
+from sparing.workbench.comparison import generation, generation_row, tokens
 from sparing.workbench.comparison.facts import KINDS
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.comparison.verdict import Comparison, with_facts
@@ -187,7 +187,7 @@ def test_default_contexts_are_those_that_model_and_documents_allow(model, monkey
 def test_the_verdict_needs_perplexity_and_facts(change, facts, speed, metric, verdict, said):
     tolerance = 0.1 if metric == "needle" else 0.01
     counted = None if facts is None else facts_of(*facts)
-    found = generation.judge(change, NO_CHANGE, counted, times_of(speed), metric=metric, tolerance=tolerance)
+    found = generation_row.judge(change, NO_CHANGE, counted, times_of(speed), metric=metric, tolerance=tolerance)
     assert found[0] == verdict
     assert said in found[1]
     assert bool(said) == bool(found[1])
@@ -220,7 +220,7 @@ def test_prompts_of_a_language_model_need_facts_too(facts, tolerance, verdict):
 
 def test_the_summary_says_what_to_do():
     def said(*rows):
-        return generation.generation_summary(rows)
+        return generation_row.generation_summary(rows)
 
     rows = [row_of("safe and faster", 2000, 1.2), row_of("safe and faster", 8000, 1.9)]
     assert said(*rows).startswith(

@@ -11,7 +11,7 @@ from sparing.report.numbers import finite
 from sparing.report.page_charts import charts, left_out
 from sparing.report.page_table import depth_map, exact_memory, exact_scores, full_table, generation_tables, heat_map
 from sparing.report.printable import printable
-from sparing.workbench.comparison.generation import GenerationRow
+from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER
 from sparing.workbench.comparison.verdict import Comparison, Row
 

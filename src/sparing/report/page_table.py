@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sparing.report.numbers import error, finite, megabytes, milliseconds, percent, ratio, seconds
 from sparing.workbench.comparison.facts import DepthCount, FactCount
-from sparing.workbench.comparison.generation import GenerationRow
+from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.judgement import ORACLE, VERDICTS
 from sparing.workbench.comparison.verdict import Comparison, Row, rounded
 from sparing.workbench.estimate import Estimate

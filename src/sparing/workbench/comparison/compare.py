@@ -19,12 +19,11 @@ from sparing.workbench.comparison.generation import (
     FACTS,
     MODES,
     PASSAGES,
-    GenerationRow,
     Generations,
     contexts_for,
     continuing,
-    generation_summary,
 )
+from sparing.workbench.comparison.generation_row import GenerationRow, generation_summary
 from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNSAFE
 from sparing.workbench.comparison.ladder import generation_ladder, ladder
 from sparing.workbench.comparison.maps import HeadMap

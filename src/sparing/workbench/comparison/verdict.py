@@ -12,7 +12,7 @@ from sparing.contract import method as _method
 from sparing.from_json import build, parse
 from sparing.store import add_checksum, verify_checksum
 from sparing.workbench.comparison.facts import FactCount
-from sparing.workbench.comparison.generation import GenerationRow
+from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.judgement import (
     FASTER,
     KEPT,

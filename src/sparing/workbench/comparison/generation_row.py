@@ -1,0 +1,147 @@
+"""What was measured of generation at one context, what follows from it, and the words for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparing.workbench.comparison.facts import FactCount
+from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, within
+from sparing.workbench.comparison.races import RacePoint
+from sparing.workbench.estimate import Estimate
+from sparing.workbench.timing import MARGIN, Interval
+
+
+@dataclass(frozen=True)
+class GenerationTimes:
+    """Medians over passages of seconds and bytes."""
+
+    exact_cache: str  #: "dynamic" or "static": the cache of transformers with which exact attention is faster
+    exact_token: float
+    token: float
+    token_speed: Interval  #: time of a token with exact attention / with the method
+    exact_attention: float  #: part of a token's time, all layers
+    attention: float
+    exact_prompt: float
+    prompt: float  #: with the index that the method builds
+    exact_prompt_attention: float
+    prompt_attention: float
+    cache_bytes: int
+    index_bytes: int
+
+    @property
+    def attention_speed(self) -> float:
+        """Time of a token's attention, exact / with the method."""
+        return self.exact_attention / self.attention if self.attention else math.nan
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """One method at one length of the context."""
+
+    method: str
+    when: str  #: "decode": the prompt is read exactly; "always": the method reads it, too
+    context: int  #: tokens of the prompt and the continuation
+    verdict: str
+    reason: str = ""  #: what fails, or what cannot be told
+    refused: str | None = None  #: why it cannot generate; nothing else is known then
+    passages: int = 0
+    tokens: int = 0  #: of all continuations
+    exact_perplexity: float | None = None  #: of the continuations
+    perplexity: float | None = None
+    change: Estimate | None = None  #: of the perplexity (relative), over blocks of tokens
+    differing: Estimate | None = None  #: share of tokens where another one is most likely, over blocks
+    keys_read: float | None = None  #: by a token, on average
+    facts: FactCount | None = None  #: None: the context is too short for any
+    times: GenerationTimes | None = None
+    points: tuple[RacePoint, ...] = ()  #: speed of a token over the context
+    crossover: int | None = None  #: context from which on a token is faster; None: at none of `points`
+
+
+def judge(
+    change: Estimate,
+    differing: Estimate,
+    facts: FactCount | None,
+    times: GenerationTimes | None,
+    *,
+    metric: str | None,
+    tolerance: float,
+) -> tuple[str, str]:
+    """Return the verdict of a row, and what fails or cannot be told.
+
+    metric: what decides, or None for both the perplexity and the facts.
+    """
+    text = {"agreement": within(differing, tolerance, "differing tokens")}
+    text["perplexity"] = within(change, tolerance, "perplexity")
+    text["needle"] = keeps(facts, 1 - tolerance if metric == "needle" else KEPT)
+    found = [text[metric]] if metric is not None else [text["perplexity"], text["needle"]]
+    for wanted, verdict in ((False, UNSAFE), (None, UNKNOWN)):
+        if reasons := [why for holds, why in found if holds is wanted]:
+            return verdict, "; ".join(reasons)
+    return (FASTER if _faster(times) else SLOWER), ""
+
+
+def _faster(times: GenerationTimes | None) -> bool:
+    return times is not None and times.token_speed.low > MARGIN
+
+
+def generation_summary(rows: Sequence[GenerationRow]) -> str:
+    """Return what to do when the model generates, in one or two sentences."""
+    known = [row for row in rows if row.times is not None]
+    if not known:
+        return "Generation: keep exact attention, no method can continue a cache." if rows else ""
+    longest = max(row.context for row in known)
+    good = [row for row in known if row.verdict == FASTER]
+    if good:
+        best = max(good, key=lambda row: (row.context, row.times.token_speed.median))  # type: ignore[union-attr]
+        return f"Generation after {best.context:,} tokens: turn on {best.method}. {_gain(best)}{_later(best)}"
+    there = [row for row in known if row.context == longest]
+    safe = [row for row in there if row.verdict == SLOWER]
+    if safe:
+        return (
+            f"Generation after {longest:,} tokens: keep exact attention, nothing that is safe is faster here."
+            f"{_later(safe[0])}"
+        )
+    open_ = [row for row in there if row.verdict == UNKNOWN]
+    if open_ and not any(_faster(row.times) for row in open_):
+        what = "nothing that may be safe is faster" if any(_faster(row.times) for row in there) else "nothing is faster"
+        return f"Generation after {longest:,} tokens: keep exact attention, {what} here.{_later(open_[0])}"
+    if open_:
+        best = max(open_, key=lambda row: row.times.token_speed.median)  # type: ignore[union-attr]
+        return (
+            f"Generation after {longest:,} tokens: these cases cannot tell whether {best.method} is safe "
+            f"({best.reason}). {_gain(best)}"
+        )
+    mildest = min(there, key=lambda row: abs(row.change.mean) if row.change else math.inf)
+    return (
+        f"Generation after {longest:,} tokens: keep exact attention, no method is safe; the mildest, "
+        f"{mildest.method}: {mildest.reason}."
+    )
+
+
+def _gain(row: GenerationRow) -> str:
+    assert row.times is not None
+    assert row.change is not None
+    times, facts = row.times, row.facts
+    kept = ""
+    if facts is not None and facts.kept.solved:
+        kept = (
+            f", {facts.kept.kept} of the {facts.kept.solved} facts that exact attention finds are kept (at least "
+            f"{facts.kept.low:.0%})"
+        )
+    return (
+        f"A token takes {_milliseconds(times.token)} ms instead of {_milliseconds(times.exact_token)} "
+        f"({times.token_speed.median:.2f}x as fast){kept}, and the perplexity changes by {row.change.mean:+.2%}."
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    found = 1000 * seconds
+    return f"{found:.0f}" if found >= 10 else f"{found:.2g}"
+
+
+def _later(row: GenerationRow) -> str:
+    if row.crossover is None or not row.points or row.crossover <= row.points[0].length:
+        return ""
+    return f" Tokens are faster from about {round(row.crossover, -2):,} tokens of context."
