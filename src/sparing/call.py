@@ -22,18 +22,14 @@ class Past(Protocol):
     """
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
-    ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
-        """Return attention of the newest queries and the statistics for `inspect()`, and `learn` the new positions.
-
-        clean: all entries are known to be moderate (`sparing.quarantine`). If it is False and a new entry is not
-        moderate, return None and learn nothing.
-        """
+        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return attention of the newest queries and the statistics for `inspect()`, and `learn` the new positions."""
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int) -> None:
         """Add new positions to the state."""
 
-    def crop(self, length: int, k: Tensor, v: Tensor) -> None:
+    def crop(self, length: int) -> None:
         """Forget positions from `length` on."""
 
     def select(self, items: Tensor) -> None:

@@ -16,7 +16,7 @@ from sparing.contract import method as _method
 from sparing.draws import Draws, check_seed
 from sparing.functional import inspect, memory_errors_named
 from sparing.mask import Mask
-from sparing.quarantine import LARGEST_SCALE, is_moderate, limit_of, quarantine
+from sparing.quarantine import LARGEST_SCALE, are_moderate, is_moderate, limit_of, quarantine
 
 _WIDE = (torch.float32, torch.float64)  #: types that methods compute in
 
@@ -117,22 +117,15 @@ class Index:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise Unsupported("query, key and value: decoding has no gradient; call it under torch.no_grad()")
         with memory_errors_named(self.method, query=query, key=key), _plainly(query):
-            fresh, spoiled, done = self._fresh(keep, query.shape[2]), None, None
-            covered = self.method.covers(key.shape[2])
-            if self._past is not None and not self._odd and not covered:
-                q, k, v = map(self._readable, (query, key, value))
-                done = self._past.step(q, k, v, fresh, self.length, clean=False)
-            if done is None:
-                q, k, v, spoiled = self._clean(query, key, value, keep)
-                if covered:
-                    done = self._exact(q, k, v, keep), {}
-                    self._take_in(q, k, v, keep)
-                elif self._past is None:
-                    done = self.method.step(self._readable(q), k, v, keep, self._scale(query))
-                else:
-                    done = self._past.step(_wide(q), _wide(k), _wide(v), fresh, self.length, clean=True)
-            assert done is not None
-            out, self.statistics = done
+            q, k, v, spoiled = self._clean(query, key, value, keep)
+            if self.method.covers(key.shape[2]):
+                out, self.statistics = self._exact(q, k, v, keep), {}
+                self._take_in(q, k, v, keep)
+            elif self._past is None:
+                out, self.statistics = self.method.step(self._readable(q), k, v, keep, self._scale(query))
+            else:
+                q, k, v = map(self._readable, (q, k, v))
+                out, self.statistics = self._past.step(q, k, v, self._fresh(keep, q.shape[2]), self.length)
             self._seen(query, key, value, keep)
             out = out if out.dtype is query.dtype else out.to(query.dtype)
             return out if spoiled is None else out.masked_fill(spoiled, torch.nan)
@@ -168,32 +161,18 @@ class Index:
         unread = key[:, :1, self.length :].expand(-1, heads, -1, -1)  # stands in for the queries
         self.append(unread, key, value, attn_mask)
 
-    def crop(self, length: int, key: Tensor, value: Tensor) -> None:
-        """Forget the positions from `length` on. key, value: the cropped ones, with `length` positions."""
+    def crop(self, length: int) -> None:
+        """Forget the positions from `length` on."""
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"length={length!r} must be an integer")
         if not 0 <= length <= self.length:
             raise ValueError(f"length={length} must be from 0 to {self.length}, the positions that the index knows")
-        if length < self.length and not key.shape[2] == value.shape[2] == length:
-            raise ValueError(
-                f"key has {key.shape[2]} positions and value {value.shape[2]}; crop(length={length}) takes key and "
-                f"value after cropping, with {length} positions"
-            )
-        if length and self._kind is not None and self._kind[1:] != _kind(key, key, value)[1:]:
-            raise ValueError(
-                f"key {list(key.shape)} and value {list(value.shape)} differ in heads, sizes or type from those that "
-                "the index follows"
-            )
-        if length and key.shape[0] != self._batch:
-            raise ValueError(f"key has a batch of {key.shape[0]}, but the index follows {self._batch}")
         if length == 0:
             self.reset()
         elif length < self.length:
             if self._past is not None:
-                with memory_errors_named(self.method, key=key, value=value), _plainly(key):
-                    keep = None if self._keep is None else self._keep[:, :length]
-                    _, k, v, _ = self._clean(key[:, :, -1:], key, value, keep)
-                    self._past.crop(length, k, v)
+                with torch.inference_mode(False):
+                    self._past.crop(length)
             self._keep = None if self._keep is None else self._keep[:, :length]
             self.length = length
 
@@ -309,10 +288,9 @@ class Index:
         Only new positions are checked, until a key or value is non-finite; from then on each call reads all of them.
         Entries so large that products could overflow raise an error: the state of the index has no room for them.
         """
-        new = (key[:, :, self.length :], value[:, :, self.length :])
-        odd = self._odd or not all(is_moderate(x) for x in new)
-        if not odd and is_moderate(query):
+        if not self._odd and are_moderate(query, key, value, self.length):
             return query, key, value, None
+        odd = self._odd or not all(is_moderate(x[:, :, self.length :]) for x in (key, value))
         n, q, k, v = query.shape[2], _wide(query), _wide(key), _wide(value)
         if (rows := self._fresh(keep, n)) is not None:
             q = q.masked_fill(~rows[:, None, :, None], 0.0)

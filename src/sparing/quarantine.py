@@ -19,8 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparing import native
 from sparing.call import Call
 from sparing.contract import Method, Projection
+from sparing.native import moderate
 from sparing.native.tensors import wide_type, widened
 
 LARGEST_SCALE = 1e8  #: largest scale of float32 calls; calls with a larger one are computed in float64
@@ -174,6 +176,8 @@ def is_moderate(tensor: Tensor) -> bool:
 
 def are_moderate(q: Tensor, k: Tensor, v: Tensor, start: int) -> bool:
     """Return whether q, and k and v (B, H, n, .) from position `start` on, are moderate."""
+    if native.ready(q, half=True):
+        return moderate.are_moderate(q, k, v, start, limit_of(wide_type(q)))
     return all(is_moderate(x) for x in (q, k[:, :, start:], v[:, :, start:]))
 
 

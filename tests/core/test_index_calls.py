@@ -257,9 +257,7 @@ def test_sequences_that_shrink_or_jump_are_refused():
     refused(fresh, "query has 0", *x.part(0, 0))
     for bad in (51, -1):
         with pytest.raises(ValueError, match=rf"length={bad} must be from 0 to 50, the positions that the index knows"):
-            index.crop(bad, x.k[:, :, :50], x.v[:, :, :50])
-    with pytest.raises(ValueError, match="takes key and value after cropping, with"):
-        index.crop(20, x.k[:, :, :50], x.v[:, :, :50])
+            index.crop(bad)
     assert index.length == 50
 
 
@@ -346,7 +344,7 @@ def test_a_crop_takes_what_is_not_finite_away():
         y.v[0, 0, place, 2] = torch.inf
         index = sparing.Index("multipole(tolerance=0, block=32)")
         assert bool(grow(index, y, 50, 1)[0].isnan().any())
-        index.crop(place, x.k[:, :, :place], x.v[:, :, :place])
+        index.crop(place)
         wanted = at_once(x, "exact").output[:, :, place:]
         torch.testing.assert_close(grow(index, x, place + 1, 1, first=place)[0], wanted, rtol=0, atol=1e-9)
 
@@ -418,10 +416,9 @@ class HungryMethod(sparing.Method):
     [
         ("learn", lambda index, x: index.append(*x.part(40, 41)), r"query \[1, 2, 1, 8\] and key \[1, 2, 41, 8\]"),
         ("step", lambda index, x: index.attention(*x.part(40, 41)), r"query \[1, 2, 1, 8\] and key \[1, 2, 41, 8\]"),
-        ("crop", lambda index, x: index.crop(9, *x.part(0, 9)[1:3]), r"key \[1, 2, 9, 8\] and value \[1, 2, 9, 6\]"),
         ("select", lambda index, x: index.select(torch.tensor([0, 0])), r"items \[2\]"),
     ],
-    ids=["append", "attention", "crop", "select"],
+    ids=["append", "attention", "select"],
 )
 def test_running_out_of_memory_names_the_method_the_sizes_and_the_way_out(hungry, use, sizes, monkeypatch):
     x, index = sequence(), sparing.Index(HungryMethod())

@@ -24,8 +24,8 @@ MODES: dict[str, Callable[[], Any]] = {
 MIXED = list(product(("plain", "inference"), ("plain", "inference"), MODES))  # of the prompt, what is done to it, steps
 
 
-def cropped(index: sparing.Index, x: Sequence, length: int) -> sparing.Index:
-    index.crop(length, x.k[:, :, :length], x.v[:, :, :length])
+def cropped(index: sparing.Index, length: int) -> sparing.Index:
+    index.crop(length)
     return index
 
 
@@ -44,8 +44,8 @@ def started_again(index: sparing.Index, x: Sequence) -> sparing.Index:
 EDITS: dict[str, Callable[[sparing.Index, Sequence], sparing.Index]] = {
     "deepcopy": lambda index, x: copy.deepcopy(index),
     "pickle": lambda index, x: pickle.loads(pickle.dumps(index)),
-    "crop": lambda index, x: cropped(index, x, 65),  # within a block
-    "deep crop": lambda index, x: cropped(index, x, 50),  # takes apart what stood for blocks
+    "crop": lambda index, x: cropped(index, 65),  # within a block
+    "deep crop": lambda index, x: cropped(index, 50),  # takes apart what stood for blocks
     "select": lambda index, x: selected(index),
     "reset": started_again,
 }

@@ -162,9 +162,9 @@ class Run:
         with MODES[step["mode"]]():
             b.x = tuple(x[:, :, :length].clone() for x in b.x)  # type: ignore[assignment]
             b.keep = b.keep[:, :length].clone()
-            b.index.crop(length, b.x[1], b.x[2])
+            b.index.crop(length)
         with torch.inference_mode(False):
-            b.shadow.crop(length, b.x[1], b.x[2])
+            b.shadow.crop(length)
 
     def _select(self, step: Step) -> None:
         self.verify()
@@ -213,9 +213,8 @@ class Run:
             "another mask": lambda: b.index.attention(q, k, v, torch.cat([~keep[:, :1], keep[:, 1:]], 1)),
             "wide mask": lambda: b.index.append(q, k, v, keep[:, None].expand(-1, 3, -1)),
             "gradient": lambda: b.index.attention(q.clone().requires_grad_(), k, v, keep),
-            "crop beyond": lambda: b.index.crop(n + 1, k, v),
-            "crop of other keys": lambda: b.index.crop(n - 1, k, v),
-            "crop by a float": lambda: b.index.crop(1.0, k, v),  # type: ignore[arg-type]
+            "crop beyond": lambda: b.index.crop(n + 1),
+            "crop by a float": lambda: b.index.crop(1.0),  # type: ignore[arg-type]
             "items beyond": lambda: b.index.select(torch.tensor([b.keep.shape[0]])),
             "no items": lambda: b.index.select(torch.tensor([], dtype=torch.long)),
             "items of floats": lambda: b.index.select(torch.tensor([0.0])),

@@ -91,13 +91,11 @@ class IndexedLayer(CacheLayerMixin):
 
     def _crop_index(self) -> None:
         """Remove the positions from the index that the layer does not hold any more."""
-        keys, values, filled = self.keys, self.values, self.filled
+        filled = self.filled
         if self.index is not None and self.index.length < filled:
             self.index = None  # it lacks tokens: the model was restored in between
         elif self.index is not None:
-            assert keys is not None
-            assert values is not None
-            self.index.crop(filled, keys[:, :, :filled], values[:, :, :filled])
+            self.index.crop(filled)
         self._remember()
 
     def _remember(self) -> None:
@@ -172,8 +170,8 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
                 self._buffers = (_enlarged(held[0], key_states, n, end), _enlarged(held[1], value_states, n, end))
             assert self._buffers is not None
             for buffer, fresh in zip(self._buffers, new, strict=True):
-                buffer[..., n:end, :] = fresh
-            keys, values = self._buffers[0][..., :end, :], self._buffers[1][..., :end, :]
+                buffer.narrow(-2, n, end - n).copy_(fresh)  # sooner done than indexing
+            keys, values = (buffer.narrow(-2, 0, end) for buffer in self._buffers)
             self.keys, self.values = keys, values
         self._remember()
         return self._carrying(keys), values
@@ -320,17 +318,21 @@ def _check_layers(module: nn.Module, cache: Cache) -> None:
 def _check_positions(module: nn.Module, state: LayerState, layer: IndexedLayer, hidden: Any) -> None:
     """Raise, before anything changes, if tokens lie beyond the rotary positions that a model was trained with."""
     config: Any = getattr(module, "config", None)
-    limit, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
-    if not isinstance(limit, int) or not isinstance(rope, dict) or not isinstance(hidden, Tensor) or hidden.ndim != 3:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or not isinstance(hidden, Tensor) or hidden.ndim != 3:
+        return
+    if (total := layer.filled + hidden.shape[1]) <= limit:
+        return
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):
         return
     each = [rope, *(one for one in rope.values() if isinstance(one, dict))]
     if {one.get("rope_type", "default") for one in each} != {"default"}:
         return  # positions are scaled, and the limit may be that of the original model
-    if (total := layer.filled + hidden.shape[1]) > limit:
-        raise ValueError(
-            f"{state.name}: {total} tokens, but the model has {limit} positions; shorten the text, or set "
-            "rope_parameters in the model's config for longer ones"
-        )
+    raise ValueError(
+        f"{state.name}: {total} tokens, but the model has {limit} positions; shorten the text, or set "
+        "rope_parameters in the model's config for longer ones"
+    )
 
 
 def find_layer(module: nn.Module, state: LayerState, key: Tensor, value: Any) -> IndexedLayer | None:

@@ -20,7 +20,6 @@ from sparing.methods.multipole.copies import (
 )
 from sparing.methods.multipole.native import Packed, multipole
 from sparing.native.tensors import WritableState, writable
-from sparing.quarantine import are_moderate
 
 if TYPE_CHECKING:
     from sparing.methods.multipole.method import Multipole
@@ -48,18 +47,19 @@ class MultipolePast(WritableState):
         return Packed.of(keys, values)
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int, *, clean: bool
-    ) -> tuple[Tensor, Mapping[str, Tensor]] | None:
+        self, q: Tensor, k: Tensor, v: Tensor, fresh: Tensor | None, length: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return attention of the newest queries, and what was noted. Rows of padding give zeros."""
-        if not clean and not are_moderate(q, k, v, length):
-            return None
         before = list(self.counts)
         self.learn(q, k, v, fresh, length)
-        block = self.method.block
+        block, (batch, _, n_q, _) = self.method.block, q.shape
+        if self.place is None and n_q == 1:  # the usual case, with few operations
+            last = self.counts[0] - 1
+            return self.attend(q, k, v, _filled(q, last + 1), _filled(q, last // block * block))
         if self.place is None:  # all items are alike
-            seen = torch.arange(before[0] + 1, self.counts[0] + 1, device=q.device).repeat(q.shape[0], 1)
+            seen = torch.arange(before[0] + 1, self.counts[0] + 1, device=q.device).repeat(batch, 1)
             return self.attend(q, k, v, seen, (seen - 1) // block * block)
-        seen = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.long)
+        seen = q.new_zeros(batch, n_q, dtype=torch.long)
         for item, count in enumerate(before):
             rows = slice(None) if fresh is None else fresh[item]
             seen[item, rows] = torch.arange(count + 1, self.counts[item] + 1, device=q.device)
@@ -74,7 +74,8 @@ class MultipolePast(WritableState):
             place = None if self.place is None else self.place[:, : k.shape[2]].contiguous()
             settings = (m.block, self.bits, m.sinks, m.least_share(self.bits), self.scale)
             out, notes = multipole(q, k, v, (place, seen, near), self.copies, settings)
-            return out, {"lse": notes[0], "error": notes[1], "touched": notes[2].long()}
+            lse, error, read = notes.unbind(0)
+            return out, {"lse": lse, "error": error, "touched": read.long()}
         groups = q.shape[1] // k.shape[1]
         if self.place is not None:
             order = pad(self.place, (0, k.shape[2]))[:, None, : k.shape[2], None]
@@ -151,7 +152,7 @@ class MultipolePast(WritableState):
                 self.place[item, n : n + len(rows)] = torch.tensor(rows, dtype=torch.long, device=device) + length
         self.counts = [n + len(rows) for n, rows in zip(self.counts, new, strict=True)]
 
-    def crop(self, length: int, k: Tensor, v: Tensor) -> None:
+    def crop(self, length: int) -> None:
         """Forget positions from `length` on; copies of blocks that are no longer complete are made again later."""
         for item, n in enumerate(self.counts):
             self.counts[item] = min(n, length) if self.place is None else int((self.place[item, :n] < length).sum())
@@ -161,6 +162,11 @@ class MultipolePast(WritableState):
         self.counts = [self.counts[i] for i in items.tolist()]
         self.place = None if self.place is None else self.place.index_select(0, items)
         self.copies = Packed(x.index_select(axis, items) for x, axis in zip(self.copies, (0, 1, 0, 1), strict=True))
+
+
+def _filled(q: Tensor, number: int) -> Tensor:
+    """Return the number for one query of each item."""
+    return torch.full((q.shape[0], 1), number, device=q.device)
 
 
 def _longer(x: Tensor, axis: int, more: int) -> Tensor:

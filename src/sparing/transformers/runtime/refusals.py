@@ -64,7 +64,7 @@ def check_dropout(state: LayerState, settings: LayerSettings, dropout: float) ->
 
 def check_called(state: LayerState, module: nn.Module) -> None:
     """Raise if a layer should have called sparing and has not: its code may choose otherwise."""
-    if state.active and not state.called:
+    if not state.called and state.active:
         raise RuntimeError(f"{state.name}: {type(module).__name__} did not call sparing; leave it exact")
 
 
