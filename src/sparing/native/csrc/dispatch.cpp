@@ -27,9 +27,26 @@ bool has_avx512() {
 #endif
 }
 
+bool has_vnni() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
+const Kernels* with_vnni(bool vnni, const char* name) {
+  Kernels* made = new Kernels(*avx512_kernels());  // for the life of the program
+  made->name = name, made->vnni = vnni;
+  return made;
+}
+
 const Kernels* find(const char* name) {
-  const Kernels* found[] = {has_avx512() ? avx512_kernels() : nullptr, has_avx2() ? avx2_kernels() : nullptr,
-                            portable_kernels()};
+  // Machines without VNNI have nothing but the plain kind. Others may ask for it, to test it.
+  static const Kernels* const vnni = has_vnni() ? with_vnni(true, "avx512") : nullptr;
+  static const Kernels* const no_vnni = has_vnni() ? with_vnni(false, "avx512_without_vnni") : nullptr;
+  const Kernels* found[] = {vnni, has_avx512() && !vnni ? avx512_kernels() : nullptr,
+                            has_avx2() ? avx2_kernels() : nullptr, portable_kernels(), no_vnni};
   for (const Kernels* one : found)
     if (one && (!name || !std::strcmp(one->name, name))) return one;
   return nullptr;

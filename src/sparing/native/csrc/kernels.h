@@ -51,6 +51,7 @@ struct Kernels {
   KernelsOfStored<double> stored_f64;
   KernelsOfStored<BFloat16> stored_bf16;
   KernelsOfStored<Float16> stored_f16;
+  bool vnni = false;  // kernels may use AVX-512 VNNI
 
   template <class T>
   const KernelsOf<T>& of() const {

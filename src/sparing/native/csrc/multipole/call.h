@@ -27,6 +27,7 @@ struct MultipoleCall {
   const T *value_low, *value_step;  // [items][key heads][blocks][width]
   int64_t sinks;                    // number of first keys that are always read
   int64_t tile;                     // queries that are taken together
+  bool vnni;                        // AVX-512 VNNI may be used
   T least_share, scale;             // least_share: a key with at least this share of a query's weight is read
   E* out;                           // [items][heads][queries][width]
   T *lse, *error, *read;            // [items][heads][queries]; read: number of keys

@@ -17,6 +17,7 @@ struct CodeProducts {
   const int8_t* whole;     // [rows][chunks][8], those of the low halves first
   int64_t rows;
   int32_t* totals;  // [rows][groups][16]: sum over the channels of code * whole
+  bool vnni;
 };
 
 #if defined(SPARING_AVX512)
@@ -134,8 +135,7 @@ inline void code_products_by_pairs(const CodeProducts& call) {
 
 inline void code_products(const CodeProducts& call) {
 #if defined(SPARING_AVX512)
-  static const bool vnni = __builtin_cpu_supports("avx512vnni");
-  if (vnni) return code_products_vnni(call);
+  if (call.vnni) return code_products_vnni(call);
 #endif
 #if defined(SPARING_AVX512) || defined(SPARING_AVX2)
   code_products_by_pairs(call);

@@ -114,7 +114,7 @@ struct MultipoleTile {
         memory.sigma[row * call.blocks + b] = each[i].sigma;
       }
       code_products({call.key_codes + at * memory.groups * memory.chunks * 64, memory.groups, memory.chunks,
-                     memory.whole, found, memory.totals});
+                     memory.whole, found, memory.totals, call.vnni});
       for (int64_t i = 0; i < found; ++i) {
         const int64_t row = memory.active[i];
         T* guesses = logits(row, b);
@@ -291,7 +291,7 @@ struct MultipoleTile {
       if (!found) continue;
       clear(memory.sums, found * memory.channels);
       add_codes<T, bits>({call.value_codes + at * memory.groups * memory.lanes_of_bytes * 256, memory.groups,
-                          memory.lanes_of_bytes, memory.rounded, memory.units, found, memory.sums});
+                          memory.lanes_of_bytes, memory.rounded, memory.units, found, memory.sums, call.vnni});
       const T *low = call.value_low + at * call.width, *step = call.value_step + at * call.width;
       T scatter = T(0);
       for (int64_t e = 0; e < call.width; ++e) scatter += step[e] * step[e];

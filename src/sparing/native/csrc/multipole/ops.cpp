@@ -65,7 +65,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   Tensor out = fresh({b, h, n, call.width}, type_of<E>()), notes = fresh({3, b, h, n}, type_of<T>());
   call.out = static_cast<E*>(out.mutable_data_ptr());
   call.lse = notes.mutable_data_ptr<T>(), call.error = call.lse + b * h * n, call.read = call.error + b * h * n;
-  const MultipoleKernels<E>& use = kernels().stored<E>().multipole;
+  const Kernels& chosen = kernels();
+  const MultipoleKernels<E>& use = chosen.stored<E>().multipole;
+  call.vnni = chosen.vnni;
   // Queries read different numbers of keys: each thread takes the next tile when it is done.
   const int64_t threads = torch::stable::get_num_threads(), of_unit = n * call.groups;
   call.tile = std::clamp<int64_t>((b * h * n + threads - 1) / threads, 1,

@@ -22,6 +22,7 @@ struct ValueSums {
   const T* units;                  // [rows][groups] that the weights are multiples of; 0 for groups that do not count
   int64_t rows;
   T* sums;  // [rows][lanes_of_bytes * 128 / bits channels], to which unit * weight * code is added
+  bool vnni;
 };
 
 template <class T>
@@ -123,8 +124,7 @@ void add_codes_by_pairs(const ValueSums<T>& call) {
 template <class T, int bits>
 void add_codes(const ValueSums<T>& call) {
 #if defined(SPARING_AVX512)
-  static const bool vnni = __builtin_cpu_supports("avx512vnni");
-  if (vnni) return add_codes_vnni<T, bits>(call);
+  if (call.vnni) return add_codes_vnni<T, bits>(call);
 #endif
 #if defined(SPARING_AVX512) || defined(SPARING_AVX2)
   add_codes_by_pairs<T, bits>(call);
