@@ -7,15 +7,16 @@ pass, which runs the forward pass again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparing.contract import Method, Projection, list_methods, method
 
+F = TypeVar("F", bound=Callable[..., Any])
 _compute: Any = None
 
 
@@ -25,7 +26,16 @@ def serve(compute: Any) -> None:
     _compute = compute
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def run_while_tracing(function: F) -> F:
+    """Let torch.compile run a function while it traces a call of it, and take its result as a constant.
+
+    `torch.compiler.assume_constant_result` does no more, but loads the whole compiler, which takes as long as torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@run_while_tracing
 def spec_of(chosen: str | Method) -> str | None:
     """Return the spec string of a method, also while tracing; None for a method that spec strings cannot name."""
     found = method(chosen)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 
+from sparing.compiled import run_while_tracing
 from sparing.contract import Method, Projection
 from sparing.methods.exact import Exact
 from sparing.transformers.reasons import Reason
@@ -74,7 +74,7 @@ class LayerSettings:
             self.tally.reasons.setdefault(self.graph_reason, 1)
         return self.tally.count_pending()
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile runs it while it traces
+    @run_while_tracing
     def warn_once(self, layer: str, reason: str, way_out: str) -> None:
         """Warn that tokens which continue a cache run exact attention, once per handle and reason."""
         if reason not in self.warned:
