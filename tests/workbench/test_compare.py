@@ -16,10 +16,11 @@ from sparing.report.terminal import Terminal
 from sparing.workbench import prepare as module
 from sparing.workbench.comparison import sweep
 from sparing.workbench.comparison.compare import compare
+from sparing.workbench.comparison.judgement import FASTER, ORACLE, SLOWER, UNKNOWN, UNSAFE
 from sparing.workbench.comparison.ladder import ladder
 from sparing.workbench.comparison.quality import LayerError, quality
 from sparing.workbench.comparison.seconds import Seconds, seconds
-from sparing.workbench.comparison.verdict import FASTER, ORACLE, SLOWER, UNSAFE, Comparison, Row, summary, verdict
+from sparing.workbench.comparison.verdict import Comparison, Row, summary, verdict
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 from tests.support.model_zoo import SMALL, TOKENS, build
@@ -246,8 +247,8 @@ def timed(ratio):
     [
         ("window", 0.009, 1.5, FASTER),
         ("window", 0.01, 0.5, SLOWER),
-        ("window", 0.011, 1.5, UNSAFE),
-        ("window", None, 1.5, UNSAFE),
+        ("window", 0.011, 1.5, UNKNOWN),
+        ("window", None, 1.5, UNKNOWN),
         ("window", 0.001, 1.01, SLOWER),  # as likely noise
         ("exact", 0.0, 1.5, SLOWER),
         ("window", math.nan, 1.5, UNSAFE),
@@ -255,12 +256,33 @@ def timed(ratio):
     ],
 )
 def test_verdicts(spec, high, ratio, word):
-    assert verdict(spec, Estimate(0.001, 0.0, high, 4), timed(ratio), 0.01) == word
+    assert verdict(spec, Estimate(0.001, 0.0, high, 4), timed(ratio), 0.01)[0] == word
 
 
 def test_a_change_for_the_better_is_a_change():
-    assert verdict("window", Estimate(-0.15, -0.28, -0.02, 4), timed(1.5), 0.01) == UNSAFE
-    assert verdict("window", Estimate(0.0, -0.009, 0.009, 4), timed(1.5), 0.01) == FASTER
+    assert verdict("window", Estimate(-0.15, -0.28, -0.02, 4), timed(1.5), 0.01) == (UNSAFE, "")
+    assert verdict("window", Estimate(0.0, -0.009, 0.009, 4), timed(1.5), 0.01) == (FASTER, "")
+
+
+def test_few_documents_cannot_tell_and_say_how_many_would():
+    few, none = Estimate(0.005, -0.005, 0.015, 8), Estimate(0.0, 0.0, 0.37, 8)
+    assert verdict("window", few, timed(1.5), 0.01) == (
+        UNKNOWN, "change +0.50%, -0.50% to +1.50% in 8 documents; about 32 would do"
+    )  # fmt: skip
+    assert verdict("window", none, timed(1.5), 0.01)[1].endswith("in 8 documents; about 300 would do")
+    assert verdict("window", Estimate(0.01, 0.0, 0.02, 8), timed(1.5), 0.01)[1].endswith("in 8 documents")
+    assert verdict("window", Estimate(0.05, None, None, 1), timed(1.5), 0.01) == (
+        UNKNOWN, "change +5.00% in 1 document, too few for an interval"
+    )  # fmt: skip
+
+
+def test_identical_outputs_are_safe_however_few_documents_there_are():
+    """A count of none in two documents has a wide interval, but exact attention needs no statistics."""
+    found = run(subject(), methods=["window(size=500)", "window(size=4)"], metric="neighbours", documents=3)
+    assert found.rows[0].error.mean <= 1e-6
+    assert found.rows[0].change.high > 0.5
+    assert found.rows[0].verdict in (FASTER, SLOWER)
+    assert found.rows[1].verdict in (UNKNOWN, UNSAFE)
 
 
 def test_a_model_that_is_approximated_already_is_refused():
@@ -410,7 +432,14 @@ def test_the_sentence_on_top():
     assert "no setting stays" in summary([row(UNSAFE, 2.0), exact], 4, 99, 0.01, "m"), "exact attention is no setting"
     assert "within 0.0002%" in summary([row(UNSAFE, 2.0)], 4, 99, 2e-6, "m")
     assert "nothing that could replace it was measured" in summary([row(ORACLE, 1.0)], 4, 99, 0.01, "m")
-    assert "one document has no interval" in summary([row(UNSAFE, 2.0)], 1, 99, 0.01, "m")
+    unknown = replace(row(UNKNOWN, 2.0), method="lsh", reason="too few")
+    assert summary([row(UNSAFE, 2.0), unknown], 1, 99, 0.01, "m") == (
+        "On 1 document of up to 99 tokens keep exact attention: no setting is known to stay within 1.00% (m). lsh "
+        "(2.00x as fast) may be safe, but one cannot tell: too few."
+    )
+    assert "none is faster here. lsh (2.00x as fast) may be safe" in summary(
+        [row(SLOWER, 0.5), unknown, replace(unknown, time=timed(0.9))], 4, 99, 0.01, "m"
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])

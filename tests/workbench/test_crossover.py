@@ -61,8 +61,12 @@ def test_the_sentence_names_the_length():
     change = Estimate(0.002, 0.0, 0.004, 4)
     rows = [Row(f"window(size={n})", SLOWER, change=change, crossover=n) for n in (4000, 2874, 50)]
     text = summary(rows, 4, 99, 0.01, "m")
-    assert "From about 2,900 tokens the attention of window(size=2874) is faster" in text
-    assert "From about" not in summary(rows[2:], 4, 99, 0.01, "m"), "a call that is faster already says nothing new"
+    assert text.endswith(
+        "Longer documents may pay: the attention of window(size=2874) is faster from about 2,900 tokens on, and what "
+        "it changes there was not measured (--length)."
+    )
+    assert "0.20%" not in text, "the change of short documents says nothing about long ones"
+    assert "may pay" not in summary(rows[2:], 4, 99, 0.01, "m"), "a call that is faster already says nothing new"
     assert (rounded(7), rounded(99), rounded(12345)) == ("7", "99", "12,000")
 
 

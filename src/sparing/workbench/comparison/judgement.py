@@ -15,20 +15,55 @@ KEPT = 0.9  #: share of the facts that must be kept, by the lower end of the int
 Holds = tuple[bool | None, str]  #: whether a requirement holds (None: too few cases to tell), and why not
 
 
-def within(change: Estimate, tolerance: float, name: str) -> Holds:
-    """Return whether a change is within the tolerance: its whole interval is, or none of it, or one cannot tell."""
+def within(change: Estimate, tolerance: float, name: str, case: str = "block of tokens") -> Holds:
+    """Return whether a change is within the tolerance: its whole interval is, or none of it, or one cannot tell.
+
+    case: what the change is a mean of.
+    """
+    cases = f"{change.count} {case if change.count == 1 else plural(case)}"
     if not math.isfinite(change.mean):
         return False, f"{name} is not finite"
     if change.most is None or change.low is None or change.high is None:
-        return None, f"{name}: {change.mean:+.2%} in {change.count} block of tokens, too few for an interval"
+        return None, f"{name} {change.mean:+.2%} in {cases}, too few for an interval"
+    if math.isnan(change.most):
+        return False, f"{name} is not finite"
     if change.most <= tolerance:
         return True, ""
     if change.low > tolerance or change.high < -tolerance:
         return False, f"{name} {change.mean:+.2%}, at least {min(abs(change.low), abs(change.high)):.2%}"
-    return (
-        None,
-        f"{name} {change.mean:+.2%}, {change.low:+.2%} to {change.high:+.2%} in {change.count} blocks of tokens",
-    )
+    wanted = enough(change, tolerance)
+    more = "" if wanted is None else f"; about {wanted:,} would do"
+    return None, f"{name} {change.mean:+.2%}, {change.low:+.2%} to {change.high:+.2%} in {cases}{more}"
+
+
+def plural(case: str) -> str:
+    """Return the plural of a case, of which the first word counts.
+
+    >>> plural("block of tokens")
+    'blocks of tokens'
+    """
+    first, *others = case.split(" ")
+    return " ".join([f"{first}s", *others])
+
+
+def enough(change: Estimate, tolerance: float) -> int | None:
+    """Return about how many cases would tell whether such a change is within the tolerance, if not more than a million.
+
+    An interval shrinks with the square root of their number; that of a count of which none happened, with the number.
+
+    >>> enough(Estimate(0.005, -0.005, 0.015, 8), 0.01), enough(Estimate(0.0, 0.0, 0.37, 8), 0.01)
+    (32, 300)
+    """
+    assert change.low is not None
+    assert change.high is not None
+    room, reach = abs(abs(change.mean) - tolerance), max(change.high - change.mean, change.mean - change.low)
+    if room == 0:
+        return None
+    wanted = change.count * (reach / room) ** (1 if change.mean == change.low == 0 else 2)
+    if not wanted < 1e6:
+        return None
+    digits = max(len(str(math.ceil(wanted))) - 2, 0)
+    return math.ceil(wanted / 10**digits) * 10**digits
 
 
 def keeps(facts: FactCount | None, wanted: float) -> Holds:

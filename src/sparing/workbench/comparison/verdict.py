@@ -23,6 +23,7 @@ from sparing.workbench.comparison.judgement import (
     UNSAFE,
     VERDICTS,
     keeps,
+    within,
 )
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
@@ -149,6 +150,7 @@ class Comparison:
                 raise ValueError(f"maps[{number}].pixels must be base64 of side x side bytes, side={picture.side}")
 
 
+_ROUNDING = 1e-6  # an error of attention that is rounding in float32
 _PARTS = ("substitution", "approximation")
 _NOT_MEANS = (  # of documents
     "change", "label", "class", "exact_class", "classes", "neighbour", "exact_neighbour", "neighbour_label",
@@ -177,12 +179,13 @@ def row_of(
     taken = _seconds(time)
     # An oracle runs on few documents, which may not be enough to have a neighbour.
     change = metric.change(by_seed) if all(map(metric.fits, by_seed)) else None
+    said, reason = verdict(spec, change, taken, tolerance, identical=max(errors) <= _ROUNDING)
     substitution, approximation = (
         _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
     )
     return Row(
-        spec, verdict(spec, change, taken, tolerance), change=change, error=estimate(errors), substitution=substitution,
-        approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"],
+        spec, said, change=change, error=estimate(errors), substitution=substitution,
+        approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"], reason=reason,
         flops=_mean([part["flops"] for part in parts]), time=taken, points=points,
         crossover=crossover([(each.length, each.ratio.median) for each in points], margin=MARGIN).tokens,
     )  # fmt: skip
@@ -210,14 +213,25 @@ def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
     return found | {name: _mean([one[name] for one in against]) for name in against[0]}
 
 
-def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float) -> str:
-    """Judge a row. Safe: the interval is within the tolerance. Faster: the whole model is, in three rounds of four."""
+def verdict(
+    spec: str, change: Estimate | None, time: Seconds, tolerance: float, *, identical: bool = False
+) -> tuple[str, str]:
+    """Judge a row, and say what cannot be told. Faster: the whole model is, in three rounds of four.
+
+    identical: the outputs of attention are those of exact attention, so that no number of documents could be too few.
+    """
     if _method(spec).oracle:
-        return ORACLE
-    if not (change is not None and change.most is not None and change.most <= tolerance):
-        return UNSAFE
-    faster = time.model is not None and time.model.low > MARGIN and _method(spec).name != "exact"
-    return FASTER if faster else SLOWER
+        return ORACLE, ""
+    if change is None:
+        return UNKNOWN, "no document shows a change"
+    holds, reason = (True, "") if identical else within(change, tolerance, "change", "document")
+    if holds is not True:
+        return (UNSAFE, "") if holds is False else (UNKNOWN, reason)
+    return (FASTER if _faster(spec, time) else SLOWER), ""
+
+
+def _faster(spec: str, time: Seconds | None) -> bool:
+    return time is not None and time.model is not None and time.model.low > MARGIN and _method(spec).name != "exact"
 
 
 def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Row:
@@ -229,8 +243,7 @@ def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Ro
     change = row.change
     if tolerance is not None and facts is not None:
         change = facts.lost
-        assert row.time is not None
-        row = replace(row, verdict=verdict(row.method, Estimate(0.0, 0.0, 0.0, 1), row.time, 1.0))
+        row = replace(row, verdict=FASTER if _faster(row.method, row.time) else SLOWER, reason="")
     if holds is not True:
         row = replace(row, verdict=UNKNOWN if holds is None else UNSAFE, reason=reason)
     return replace(row, change=change, facts=facts)
@@ -240,8 +253,6 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     """Return what to do, in one sentence."""
     on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
     within = f"within {percentage(tolerance)} ({metric})"
-    if documents == 1:
-        return f"{on} nothing can be called safe: one document has no interval; give more."
     good = [row for row in rows if row.verdict == FASTER]
     if good:
         best = max(good, key=lambda row: row.time.model.median)  # type: ignore[union-attr]
@@ -256,29 +267,41 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     safe = [row for row in tried if row.verdict == SLOWER]
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
+    unknown = [row for row in tried if row.verdict == UNKNOWN]
     if safe:
         return (
             f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
+            + _open([row for row in unknown if _faster(row.method, row.time)])
             + _later(safe, tokens)
         )
-    unknown = [row for row in tried if row.verdict == UNKNOWN]
     if unknown:
-        return f"{on} keep exact attention: {unknown[0].method} may be safe, but these cases cannot tell."
+        return f"{on} keep exact attention: no setting is known to stay {within}.{_open(unknown)}"
     kept = " and keeps the facts of its context" if any(row.facts is not None for row in tried) else ""
     return f"{on} keep exact attention: no setting stays {within}{kept}."
 
 
+def _open(unknown: Sequence[Row]) -> str:
+    """Say which setting may be safe, the fastest if any is faster, and what cannot be told."""
+    if not unknown:
+        return ""
+    best = max(unknown, key=lambda row: (_faster(row.method, row.time), -abs(row.change.mean) if row.change else 0))
+    speed = f" ({best.time.model.median:.2f}x as fast)" if best.time is not None and best.time.model is not None else ""
+    return f" {best.method}{speed} may be safe, but one cannot tell: {best.reason}."
+
+
 def _later(safe: Sequence[Row], tokens: int) -> str:
-    """Say from which length the attention of a safe setting is faster, if documents are shorter than that."""
+    """Say at which length to measure again, if attention alone of a safe setting is faster from there on.
+
+    How much it changes so long a document is not known: errors grow with the length.
+    """
     pays = [row for row in safe if row.crossover is not None and row.crossover > tokens]
     if not pays:
         return ""
     best = min(pays, key=lambda row: row.crossover or 0)
-    assert best.change is not None
     assert best.crossover is not None
     return (
-        f" From about {rounded(best.crossover)} tokens the attention of {best.method} is faster than exact attention "
-        f"on this machine (its change here: {best.change.mean:.2%})."
+        f" Longer documents may pay: the attention of {best.method} is faster from about {rounded(best.crossover)} "
+        "tokens on, and what it changes there was not measured (--length)."
     )
 
 
