@@ -162,7 +162,7 @@ def test_a_json_file_that_cannot_be_read_is_named(command, capsys, tmp_path):
 
 def test_a_comparison_that_lacks_something_is_named(capsys, tmp_path):
     path = tmp_path / "x.json"
-    path.write_text('{"format": 1, "summary": "", "rows": [{"method": "window"}]}')
+    path.write_text('{"format": 2, "summary": "", "rows": [{"method": "window"}]}')
     assert main(["show", str(path)]) == 2
     assert "is not a comparison as sparing writes it: it has no 'model', 'kind'" in capsys.readouterr().err
 
@@ -174,7 +174,7 @@ def test_files_are_what_the_user_named(capsys, tmp_path, monkeypatch):
     link.symlink_to(real)
     assert main(["compare", *QUICK, "--no-cache", "--json", str(link)]) == 0
     assert link.is_symlink()
-    assert json.loads(real.read_text())["format"] == 1
+    assert json.loads(real.read_text())["format"] == 2
     capsys.readouterr()
     for given, message in (
         (

@@ -75,7 +75,7 @@ def test_the_page_is_whole():
     assert "http" not in policy
     assert found.all("h1") == [example().summary]
     assert found.all("h2") == [
-        "How wrong against how long", "Where it goes wrong", "From which length on it pays", "Where a head looks",
+        "How wrong against how fast", "Where it goes wrong", "From which length on it pays", "Where a head looks",
         "All numbers", "Turn it on", "What the words mean",
     ]  # fmt: skip
     for words in (
@@ -130,7 +130,9 @@ def rows_without_numbers():
         "refused": (Row("nystrom", REFUSED, REASON),),
         "one document": (replace(whole, verdict=UNSAFE, change=Estimate(0.1, None, None, 1)),),
         "not a number": (replace(whole, verdict=UNSAFE, change=nothing, error=nothing, substitution=math.nan),),
-        "infinite": (replace(whole, change=Estimate(math.inf, None, None, 4), flops=math.inf, keys_read=math.nan),),
+        "infinite": (
+            replace(whole, change=Estimate(math.inf, None, None, 4), flops_reduction=math.inf, keys_read=math.nan),
+        ),
         "no time": (replace(whole, time=None, points=(), crossover=None),),
         "endless time": (replace(whole, time=Seconds(endless, endless, 0.0, None, None)),),
         "no layers": (replace(whole, layers=()),),
@@ -147,7 +149,7 @@ def test_what_is_missing_breaks_nothing(case):
     assert "Where a head looks" not in text
     assert page(Comparison.from_json(found.to_json())), "and from a file"
     if case in ("none", "refused", "not a number", "infinite", "no time", "endless time"):
-        assert "How wrong against how long" not in text
+        assert "How wrong against how fast" not in text
     if case in ("none", "refused", "oracle", "no time"):
         assert "From which length on it pays" not in text
 
@@ -172,8 +174,8 @@ def test_the_table_holds_what_was_found():
     first = dict(zip(titles, rows[0], strict=True))
     assert {title: cell.text for title, cell in first.items()} == {
         "method": FAST, "verdict": FASTER, "change": "0.20%", "at most": "0.30%", "error": "0.0100",
-        "substitution": "0", "keys read": "66", "FLOPs": "0.25x", "attention speed": "1.88x", "model speed": "1.25x",
-        "batched speed": "1.25x", "peak memory": "12.3 MB", "crossover": "820", "why refused": "",
+        "substitution": "0", "keys read": "66", "FLOPs saved": "4.00x", "attention speed": "1.88x", "model speed": "1.25x",
+        "batched speed": "1.25x", "memory saved": "1.13x", "crossover": "820", "why refused": "",
     }  # fmt: skip
     assert first["model speed"].value == 1.25
     assert dict(zip(titles, rows[2], strict=True))["crossover"].text == ">2048"
@@ -194,15 +196,15 @@ def test_scores_against_labels_are_shown():
     assert "Against the labels" not in page(example())
 
 
-def test_the_chart_has_times_and_a_front():
+def test_the_chart_has_speeds_and_a_front():
     found = trade(example())
     points = {point["method"]: point for point in found["points"]}
     assert list(points) == [FAST, SLOW, BAD], "neither refused nor without a number"
-    assert points[FAST]["time"] == pytest.approx([0.8, 1 / 1.375, 1 / 1.125])
+    assert points[FAST]["speed"] == pytest.approx([1.25, 1.125, 1.375]), "right of 1 is faster"
     assert points[FAST]["label"] == "window"
     assert [point["front"] for point in found["points"]] == [True, False, True]
     assert [point["method"] for point in found["oracles"]] == ["top_keys(keys=64)"]
-    assert front([1.0, 0.9], [0.0, 0.0]) == [False, True]
+    assert front([1.0, 1.1], [0.0, 0.0]) == [False, True]
 
 
 def test_without_plotly_the_way_out_is_named(monkeypatch):

@@ -77,7 +77,9 @@ def test_a_point_tells_what_it_is(seen):
     seen.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=3)
     text = seen.locator("#trade .hoverlayer .hovertext")
     text.wait_for()
-    assert text.text_content().startswith(f"{FAST}safe and fasterchange 0.2%interval 0.1% to 0.3%time 0.8x of exact")
+    assert text.text_content().startswith(
+        f"{FAST}safe and fasterchange 0.2%interval 0.1% to 0.3%1.25x as fast as exact"
+    )
 
 
 def test_arrow_keys_walk_through_the_points(seen):
@@ -181,7 +183,7 @@ def test_a_page_with_nothing_to_draw_runs(browser, tmp_path, rows):
 
 def test_axes_hold_few_points(seen):
     """Exact attention alone, beside an oracle, and where all changes are for the better, or nothing is."""
-    point = "{change: [%s, null, null], time: [2, 1, 3]}"
+    point = "{change: [%s, null, null], speed: [2, 1, 3]}"
     for timed, oracles in (("EXACT", ""), ("EXACT", point % 0.5), (f"EXACT, {point % -0.5}", ""), (point % 0, "")):
         low, high, left, right = seen.evaluate(
             f"(({{x, y}}) => [...y, ...x])(tradeScales([{timed}], [{oracles}], 0.01))"

@@ -36,7 +36,7 @@ def measured(method, verdict, change, speed, /, **options):
         "approximation": error,
         "layers": by_layer(error),
         "keys_read": 66.0,
-        "flops": 0.25,
+        "flops_reduction": 4.0,
         "time": Seconds(around(1.5 * speed), around(speed), 0.05, 12_345_678, 14_000_000, around(speed)),
         "points": tuple(RacePoint(length, around(speed * length / 1024)) for length in (256, 512, 1024, 2048)),
         "crossover": round(1024 / speed),

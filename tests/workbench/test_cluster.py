@@ -13,7 +13,7 @@ OPTIONS = {"methods": METHODS, "length": 60, "rounds": 1, "lengths": False, "bat
 
 
 def numbers(found):
-    return [(row.change, row.error, row.layers, row.end, row.keys_read, row.flops) for row in found.rows]
+    return [(row.change, row.error, row.layers, row.end, row.keys_read, row.flops_reduction) for row in found.rows]
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dask's own: ports in use, event loops

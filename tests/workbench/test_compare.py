@@ -13,6 +13,7 @@ from sparing.documents import Documents
 from sparing.models import Subject, load
 from sparing.report.table import show
 from sparing.report.terminal import Terminal
+from sparing.store import CHECKSUM, add_checksum
 from sparing.workbench import prepare as module
 from sparing.workbench.comparison import sweep
 from sparing.workbench.comparison.compare import compare
@@ -141,7 +142,7 @@ def test_a_comparison_of_a_small_model():
     assert [row.change.count for row in found.rows] == [5, 5, 2, 5], "oracles get two documents"
     assert verdicts["yoso(hashes=4)"] == UNSAFE
     held = json.loads(found.to_json())
-    assert held["format"] == 1
+    assert held["format"] == 2
     assert [row["method"] for row in held["rows"]] == list(verdicts)
     record = found.records()[0]
     assert record["change_low"] <= record["change"] <= record["change_high"]
@@ -165,6 +166,18 @@ def test_json_has_no_nan():
     assert "nan" in shown.get()
 
 
+def test_ratios_above_1_are_savings_and_files_of_the_other_convention_are_refused():
+    found = run(subject(), methods=["nystrom(landmarks=4)", "top_keys(keys=4)"])
+    few, oracle = found.rows
+    assert few.flops_reduction > 1 > oracle.flops_reduction, "4 landmarks for 60 keys; an oracle scores all"
+    record = found.records()[0]
+    assert record["flops_reduction"] == few.flops_reduction
+    assert record["memory_reduction"] == pytest.approx(few.time.exact_bytes / few.time.bytes)
+    old = json.loads(found.to_json()) | {"format": 1}
+    with pytest.raises(ValueError, match="this sparing reads 2: compare again"):
+        Comparison.from_dict(add_checksum({name: part for name, part in old.items() if name != CHECKSUM}))
+
+
 def test_a_comparison_comes_back_from_json():
     found = run(subject("llama"), methods=["nystrom(landmarks=4)", "window(size=4)", "top_keys(keys=4)"])
     assert Comparison.from_json(found.to_json()) == found
@@ -185,7 +198,7 @@ def numbers(found):
         {
             name: value
             for name, value in record.items()
-            if not name.endswith(("_speed", "bytes")) and name not in ("verdict", "crossover")
+            if not name.endswith(("_speed", "bytes", "memory_reduction")) and name not in ("verdict", "crossover")
         }
         for record in found.records()
     ]

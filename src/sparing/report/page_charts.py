@@ -18,7 +18,7 @@ def charts(found: Comparison) -> dict[str, Any]:
 
 
 def trade(found: Comparison) -> dict[str, Any]:
-    """Change against time of the model, both as [middle, low, high]; the time of exact attention is 1.
+    """Change against speed of the model, both as [middle, low, high]; the speed of the exact model is 1.
 
     Rows without a finite change, or without a time, are not there; oracles, which have none, stand apart.
     """
@@ -26,32 +26,32 @@ def trade(found: Comparison) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     oracles: list[dict[str, Any]] = []
     for row in found.rows:
-        change, time = _change(row.change), _time(row)
+        change, speed = _change(row.change), _speed(row)
         point: dict[str, Any] = {"method": row.method, "label": short[row.method], "verdict": row.verdict}
         point["change"] = change
         if change is not None and row.verdict == ORACLE:
             oracles.append(point)
-        elif change is not None and time is not None:
-            points.append({**point, "time": time})
-    times, changes = [point["time"][0] for point in points], [abs(point["change"][0]) for point in points]
-    on_front = front([1.0, *times], [0.0, *changes])[1:]
+        elif change is not None and speed is not None:
+            points.append({**point, "speed": speed})
+    speeds, changes = [point["speed"][0] for point in points], [abs(point["change"][0]) for point in points]
+    on_front = front([1.0, *speeds], [0.0, *changes])[1:]
     for point, is_best in zip(points, on_front, strict=True):
         point["front"] = is_best
     return {"points": points, "oracles": oracles, "tolerance": found.tolerance, "metric": found.metric}
 
 
-def front(times: Sequence[float], changes: Sequence[float]) -> list[bool]:
+def front(speeds: Sequence[float], changes: Sequence[float]) -> list[bool]:
     """Return for each point whether nothing else is both as fast and as good: the Pareto front.
 
-    >>> front([1.0, 0.5, 0.7, 0.8], [0.0, 0.2, 0.3, 0.1])
+    >>> front([1.0, 2.0, 1.4, 1.2], [0.0, 0.2, 0.3, 0.1])
     [True, True, False, True]
     """
-    both = list(zip(times, changes, strict=True))
-    return [not any(a <= t and b <= c and (a, b) != (t, c) for a, b in both) for t, c in both]
+    both = list(zip(speeds, changes, strict=True))
+    return [not any(a >= s and b <= c and (a, b) != (s, c) for a, b in both) for s, c in both]
 
 
 def left_out(found: Comparison) -> list[str]:
-    """Return the methods that the chart of change and time cannot show."""
+    """Return the methods that the chart of change and speed cannot show."""
     shown = trade(found)
     drawn = {point["method"] for point in (*shown["points"], *shown["oracles"])}
     return [row.method for row in found.rows if row.method not in drawn]
@@ -87,12 +87,10 @@ def _change(value: Estimate | None) -> list[float | None] | None:
     return [value.mean, finite(value.low), finite(value.high)]
 
 
-def _time(row: Row) -> list[float] | None:
-    """Return the model's time as a share of the exact model's: high speed is little time."""
+def _speed(row: Row) -> list[float] | None:
+    """Return the time of the exact model / that with the method."""
     speed = None if row.time is None else row.time.model
-    if speed is None or not _drawable(speed):
-        return None
-    return [1 / speed.median, 1 / speed.high, 1 / speed.low]
+    return None if speed is None or not _drawable(speed) else list(speed)
 
 
 def _drawable(speed: Interval) -> bool:

@@ -220,7 +220,10 @@ def _speed(row: Row, name: str) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    return Cell() if row.time is None or row.time.bytes is None else Cell(megabytes(row.time.bytes), row.time.bytes)
+    saved = row.memory_reduction
+    if saved is None or row.time is None or row.time.bytes is None or row.time.exact_bytes is None:
+        return Cell()
+    return Cell(ratio(saved), finite(saved), f"{megabytes(row.time.bytes)}, exact: {megabytes(row.time.exact_bytes)}")
 
 
 def _crossover(row: Row | GenerationRow) -> Cell:
@@ -250,11 +253,11 @@ _COLUMNS: dict[str, Callable[[Row], Cell]] = {
     "error": lambda row: Cell() if row.error is None else _number(row.error.mean, error),
     "substitution": lambda row: _number(row.substitution, error),
     "keys read": lambda row: _number(row.keys_read, "{:.0f}".format),
-    "FLOPs": lambda row: _number(row.flops, ratio),
+    "FLOPs saved": lambda row: _number(row.flops_reduction, ratio),
     "attention speed": lambda row: _speed(row, "attention"),
     "model speed": lambda row: _speed(row, "model"),
     "batched speed": lambda row: _speed(row, "batched"),
-    "peak memory": _memory,
+    "memory saved": _memory,
     "crossover": _crossover,
     "why refused": lambda row: Cell() if row.refused is None else Cell(row.refused, row.refused),
 }

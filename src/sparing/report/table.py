@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from sparing.report.numbers import ratio
 from sparing.report.page_table import SCORES, generation_tables
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE
@@ -59,7 +60,7 @@ def comparison_table(found: Comparison) -> Table:
     """Return the table of all rows."""
     table = _table(caption=_legend(found))
     table.add_column("method", overflow="fold", max_width=38)
-    for name in ("change", "at most", "error", "keys", "FLOPs", "call", "model", "from"):
+    for name in ("change", "at most", "error", "keys", "FLOPs\nsaved", "call", "model", "from"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in found.rows:
@@ -157,7 +158,7 @@ def _numbers(row: Row) -> list[str]:
     return [
         *_shares(row.change), _split(row.error.mean, row.substitution),
         "" if row.keys_read is None else f"{row.keys_read:.0f}",
-        "" if row.flops is None else f"{row.flops:.2f}x",
+        "" if row.flops_reduction is None else ratio(row.flops_reduction),
         _ratio(None if time is None else time.attention), _ratio(None if time is None else time.model),
         _tokens(row),
     ]  # fmt: skip
@@ -202,9 +203,9 @@ def _legend(found: Comparison) -> str:
     return (
         f"Change: {found.metric}, mean over documents; at most: how far its 95 % interval reaches, which must be "
         f"within {percentage(found.tolerance)} to be safe. Error: relative L2 of the attention output, mean over "
-        "layers (in brackets what the method would miss with any budget: it aims at another kernel). Keys, FLOPs: "
-        "what a query reads, and the share of exact attention's work. Call, model: time of exact SDPA / time of the "
-        "method, for the attention of the middle layer and for the whole model, on a document of median length; above "
-        "1 is faster. From: tokens from which on the call is faster here. Oracles: the best possible at their budget, "
-        "on two documents; they need the exact result."
+        "layers (in brackets what the method would miss with any budget: it aims at another kernel). Keys: what a "
+        "query reads. FLOPs saved: those of exact attention / those of the method. Call, model: time of exact SDPA "
+        "/ time of the method, for the call of the middle layer and for the whole model, on a document of median "
+        "length. Above 1 is less work, or faster. From: tokens from which on the call is faster here. Oracles: the "
+        "best possible at their budget, on two documents; they need the exact result."
     )

@@ -1,4 +1,4 @@
-// The axes of change and time.
+// The axes of change and speed.
 
 // Linear near zero and logarithmic beyond: a change may be 0 (exact attention), and below (a lower perplexity).
 function bend(change, linear) {
@@ -12,7 +12,7 @@ function tradeScales(timed, oracles, tolerance) {
   const linear = Math.min(Math.max(Math.min(...sizes, tolerance), tolerance / 100), tolerance / 2);
   const ends = changes.flat().filter((end) => end !== null);
   const high = bend(Math.max(...ends, 2 * tolerance), linear), low = bend(Math.min(...ends, -linear / 4), linear);
-  const room = 0.06 * (high - low), logs = timed.flatMap((point) => point.time).map(Math.log10);
+  const room = 0.06 * (high - low), logs = timed.flatMap((point) => point.speed).map(Math.log10);
   const side = Math.max(0.08, 0.06 * (Math.max(...logs) - Math.min(...logs)));
   return {
     linear, height: (change) => bend(change, linear), y: [low - room, high + room], ends: [low, high],

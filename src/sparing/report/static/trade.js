@@ -1,4 +1,4 @@
-// Change at the end of the model against its time.
+// Change at the end of the model against its speed.
 
 const VERDICTS = {
   "exact attention": { colour: "exact", symbol: "square", size: 10 },
@@ -10,16 +10,16 @@ const VERDICTS = {
 };
 const EXACT = {
   method: "exact attention", label: "exact", verdict: "exact attention", front: true,
-  change: [0, null, null], time: [1, 1, 1],
+  change: [0, null, null], speed: [1, 1, 1],
 };
 
 function tradeText(point) {
-  if (point === EXACT) return [point.method, "change 0%, time 1x"];
+  if (point === EXACT) return [point.method, "change 0%, speed 1x"];
   const [mean, low, high] = point.change, text = [point.method, point.verdict, `change ${percent(mean)}`];
   text.push(low === null || high === null ? "without an interval" : `interval ${percent(low)} to ${percent(high)}`);
-  if (point.time) {
-    const [middle, first, last] = point.time.map(times);
-    text.push(`time ${middle} of exact`, `quartiles ${first} to ${last}`);
+  if (point.speed) {
+    const [middle, first, last] = point.speed.map(times);
+    text.push(`${middle} as fast as exact`, `quartiles ${first} to ${last}`);
   }
   return text;
 }
@@ -28,7 +28,7 @@ function pointsOf(verdict, points, scales, visible) {
   const { colour: name, symbol, size } = VERDICTS[verdict], paint = colour(name), isOracle = verdict === "oracle";
   const heights = [0, 1, 2].map((part) => points.map(({ change }) => scales.height(change[part] ?? change[0])));
   const spread = points.map((_, i) => (i + 0.5) / points.length);
-  const places = isOracle ? [spread, spread, spread] : [0, 1, 2].map((part) => points.map((point) => point.time[part]));
+  const places = isOracle ? [spread, spread, spread] : [0, 1, 2].map((part) => points.map((point) => point.speed[part]));
   const texts = points.map(tradeText);
   return {
     type: "scatter", mode: "markers", name: verdict, visible,
@@ -40,19 +40,19 @@ function pointsOf(verdict, points, scales, visible) {
 }
 
 function frontLine(timed, scales) {
-  const best = timed.filter((point) => point.front).sort((a, b) => a.time[0] - b.time[0]);
+  const best = timed.filter((point) => point.front).sort((a, b) => a.speed[0] - b.speed[0]);
   return {
     type: "scatter", mode: "lines", hoverinfo: "skip",
-    x: best.map((point) => point.time[0]), y: best.map((point) => scales.height(point.change[0])),
-    line: { shape: "hv", color: colour("muted"), width: 1.5, dash: "dot" },
+    x: best.map((point) => point.speed[0]), y: best.map((point) => scales.height(point.change[0])),
+    line: { shape: "vh", color: colour("muted"), width: 1.5, dash: "dot" },
   };
 }
 
 // In pixels of the plot: names of the points that have room, beside all points, their bars and the words on the lines.
 function names(points, scales, width, height) {
-  const right = (time) => ((Math.log10(time) - scales.x[0]) / (scales.x[1] - scales.x[0])) * width;
+  const right = (speed) => ((Math.log10(speed) - scales.x[0]) / (scales.x[1] - scales.x[0])) * width;
   const down = (change) => (1 - (scales.height(change) - scales.y[0]) / (scales.y[1] - scales.y[0])) * height;
-  const taken = points.flatMap(({ change: [mean, low, high], time: [middle, first, last] }) => {
+  const taken = points.flatMap(({ change: [mean, low, high], speed: [middle, first, last] }) => {
     const x = right(middle), y = down(mean);
     return [
       [x - 6, y - 6, x + 6, y + 6], [right(first), y - 1, right(last), y + 1],
@@ -60,15 +60,15 @@ function names(points, scales, width, height) {
     ];
   });
   const line = down(DATA.trade.tolerance);
-  taken.push([0, line - 1, 105, line + 18], [width - 110, line - 18, width, line]);
+  taken.push([width - 105, line - 1, width, line + 18], [0, line - 18, 110, line]);
   const rank = ({ verdict, front }) => (verdict === "safe and faster" ? 0 : front ? 1 : verdict === "not safe" ? 3 : 2);
   const order = [...points].sort((a, b) => rank(a) - rank(b)).filter((point) => width > 450 || rank(point) < 2);
-  const labels = order.map(({ label, time, change }) => ({ x: right(time[0]), y: down(change[0]), text: label }));
+  const labels = order.map(({ label, speed, change }) => ({ x: right(speed[0]), y: down(change[0]), text: label }));
   const places = placeLabels(labels, taken, width, height), shown = order.filter((_, i) => places[i]);
   return {
     type: "scatter", mode: "markers+text", hoverinfo: "skip",
     marker: { size: 8, opacity: 0 }, // keeps the text off the point
-    x: shown.map((point) => point.time[0]), y: shown.map((point) => scales.height(point.change[0])),
+    x: shown.map((point) => point.speed[0]), y: shown.map((point) => scales.height(point.change[0])),
     text: shown.map((point) => plain(point.label)), textposition: places.filter((place) => place),
     textfont: { size: SMALL, color: colour("ink") },
   };
@@ -77,7 +77,7 @@ function names(points, scales, width, height) {
 function tolerance(scales) {
   const edge = scales.height(DATA.trade.tolerance), low = Math.max(-edge, scales.y[0]), paint = colour("muted");
   const good = {
-    type: "rect", x0: 10 ** scales.x[0], x1: 1, y0: low, y1: edge,
+    type: "rect", x0: 1, x1: 10 ** scales.x[1], y0: low, y1: edge,
     fillcolor: colour("faster"), opacity: 0.1, line: { width: 0 }, layer: "below",
   };
   const note = { showarrow: false, xref: "x domain", y: edge, font: { size: SMALL, color: paint } };
@@ -85,8 +85,8 @@ function tolerance(scales) {
   return {
     shapes: [good, across(edge, paint, "dash"), ...(low > scales.y[0] ? [across(low, paint, "dash")] : [])],
     annotations: [
-      { ...note, text, x: 1, xanchor: "right", yanchor: "bottom" },
-      { ...note, text: "safe and faster", x: 0.005, xanchor: "left", yanchor: "top", font: green },
+      { ...note, text, x: 0.005, xanchor: "left", yanchor: "bottom" },
+      { ...note, text: "safe and faster", x: 0.995, xanchor: "right", yanchor: "top", font: green },
     ],
   };
 }
@@ -110,7 +110,7 @@ function drawTrade(chart) {
     const width = (chart.clientWidth - margin.l - margin.r) * share, height = chart.clientHeight - margin.t - margin.b;
     const ticks = changeTicks(scales, height);
     const labels = names(timed.filter((point) => shown.has(point.verdict)), scales, width, height);
-    const xTitle = isNarrow ? "time / exact time" : "time of the model / time of the exact model";
+    const xTitle = isNarrow ? "speed (exact: 1x)" : "speed of the model (exact: 1x; further right is faster)";
     const yTitle = isNarrow ? "change" : plain(`change (${metric})`);
     const layout = {
       margin, ...tolerance(scales),

@@ -34,7 +34,7 @@ from sparing.workbench.estimate import Estimate, estimate
 from sparing.workbench.metrics import End, Metric, scores
 from sparing.workbench.timing import MARGIN, Interval
 
-FORMAT = 1
+FORMAT = 2  #: 1 had the FLOPs as a share of exact attention's
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,19 @@ class Row:
     layers: tuple[LayerError, ...] = ()
     end: dict[str, float] | None = None  #: means over documents: cosine, perplexity, agreement, neighbours, ...
     keys_read: float | None = None
-    flops: float | None = None  #: share of exact attention's
+    flops_reduction: float | None = None  #: FLOPs of exact attention / those of the method: 4.0 is a quarter of them
     time: Seconds | None = None
     points: tuple[RacePoint, ...] = ()  #: speed of the attention call over the length
     crossover: int | None = None  #: tokens from which on the call is faster; None: at none of the lengths of `points`
     facts: FactCount | None = None  #: of prompts that the method reads, if the verdict needed them
     reason: str = ""  #: which facts were lost, or what cannot be told
+
+    @property
+    def memory_reduction(self) -> float | None:
+        """Peak memory of the exact model / that with the method; None: it was not measured."""
+        if self.time is None or self.time.bytes is None or self.time.exact_bytes is None:
+            return None
+        return self.time.exact_bytes / self.time.bytes if self.time.bytes else math.inf
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class Comparison:
             raise ValueError("a comparison is a JSON object with 'format' and 'rows'")
         held = verify_checksum(held)
         if held.pop("format") != FORMAT:
-            raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}")
+            raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}: compare again")
         try:
             found = build(cls, held)
             found._check()
@@ -186,7 +193,7 @@ def row_of(
     return Row(
         spec, said, change=change, error=estimate(errors), substitution=substitution,
         approximation=approximation, layers=layers, end=end, keys_read=parts[0]["keys_read"], reason=reason,
-        flops=_mean([part["flops"] for part in parts]), time=taken, points=points,
+        flops_reduction=_inverse(_mean([part["flops"] for part in parts])), time=taken, points=points,
         crossover=crossover([(each.length, each.ratio.median) for each in points], margin=MARGIN).tokens,
     )  # fmt: skip
 
@@ -335,6 +342,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def _inverse(share: float) -> float:
+    return 1 / share if share else math.inf
+
+
 def _seconds(held: dict[str, Any]) -> Seconds:
     ratios = {name: None if held[name] is None else Interval(*held[name]) for name in _RATIOS}
     return Seconds(**{**held, **ratios})
@@ -354,7 +365,7 @@ def _flat(row: Row) -> dict[str, Any]:
     for name in ("change", "error"):
         value: Estimate | None = getattr(row, name)
         found |= {name: value and value.mean, f"{name}_low": value and value.low, f"{name}_high": value and value.high}
-    for name in (*_PARTS, "keys_read", "flops"):
+    for name in (*_PARTS, "keys_read", "flops_reduction", "memory_reduction"):
         found[name] = getattr(row, name)
     found |= row.end or {}
     for name in _RATIOS:
