@@ -21,7 +21,7 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     out, cache = tmp_path / "found.json", tmp_path / "cache"
     assert main(["compare", *QUICK, "--layers", "--json", str(out), "--cache", str(cache)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("On 3 documents of up to 64 tokens keep exact attention")
+    assert text.startswith("Keep exact attention\nOn 3 documents of up to 64 tokens keep exact attention")
     assert max(map(len, text.splitlines())) <= 100
     for word in (
         "minilm (encoder, float32) on Python help topics",

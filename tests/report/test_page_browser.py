@@ -148,7 +148,8 @@ def hostile():
 
 def test_names_with_markup_stay_text_also_on_a_phone(browser, tmp_path):
     with visit(browser, tmp_path, page(hostile()), width=360, is_mobile=True, has_touch=True) as seen:
-        assert seen.page.locator("h1").inner_text() == HOSTILE
+        assert seen.page.locator("h1").inner_text() == f"Turn on {HOSTILE}: 1.25x"
+        assert seen.page.locator(".evidence").inner_text() == HOSTILE
         seen.page.focus("#trade")
         seen.page.keyboard.press("ArrowRight")
         seen.page.keyboard.press("ArrowRight")

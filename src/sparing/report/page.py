@@ -12,7 +12,8 @@ from sparing.report.page_charts import charts, left_out
 from sparing.report.page_table import depth_map, exact_memory, exact_scores, full_table, generation_tables, heat_map
 from sparing.report.printable import printable
 from sparing.workbench.comparison.generation_row import GenerationRow
-from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER
+from sparing.workbench.comparison.headline import safe_but_slower
+from sparing.workbench.comparison.judgement import KEPT
 from sparing.workbench.comparison.verdict import Comparison, Row
 
 #: In this order: the table must work even if a chart does not.
@@ -40,8 +41,8 @@ def page(found: Comparison) -> str:
     environment.filters["breakable"] = lambda spec: escape(printable(spec)).replace("(", Markup("(<wbr>"))
     titles, rows = full_table(found)
     layers, heat = heat_map(found)
-    winner = best(found, FASTER)
-    chosen = winner or best(found, SLOWER)
+    winner = found.recommended
+    chosen = winner or safe_but_slower(found.generation, found.rows)
     drawn = charts(found)
     library = (
         get_plotlyjs() if drawn["trade"]["points"] or drawn["trade"]["oracles"] or drawn["crossover"]["lines"] else ""
@@ -66,16 +67,6 @@ def _shown(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else finite(value) if isinstance(value, float) else value
 
 
-def best(found: Comparison, verdict: str) -> Row | GenerationRow | None:
-    """Return the row of this verdict that makes the model fastest, exact attention apart.
-
-    Generation comes first, at the longest context that has such a row.
-    """
-    generated = [row for row in found.generation if row.verdict == verdict]
-    rows = [row for row in found.rows if row.verdict == verdict and row.method.partition("(")[0] != "exact"]
-    return max(generated, key=lambda row: (row.context, _token_speed(row)), default=max(rows, key=_speed, default=None))
-
-
 def _reasons(found: Comparison) -> list[str]:
     """Return what the verdicts of generation follow from, where a method is not safe, refused, or one cannot tell."""
     said = [f"{row.method}, {row.when} at {row.context}: {row.reason}" for row in found.generation if row.reason]
@@ -85,22 +76,13 @@ def _reasons(found: Comparison) -> list[str]:
 
 def code(row: Row | GenerationRow, kind: str) -> str:
     """Return code that turns a method on, as it was measured, and off again."""
-    mode = row.when if isinstance(row, GenerationRow) else "prefill"
-    when = f', when="{mode}"' if kind == "language model" else ""
+    when = f', when="{row.when}"' if kind == "language model" else ""
     return (
         "import sparing\n\n"
         f"handle = sparing.approximate(model, {json.dumps(row.method)}{when})\n"
         "# ... run the model as before ...\n"
         "handle.restore()  # exact attention again\n"
     )
-
-
-def _speed(row: Row) -> float:
-    return 0.0 if row.time is None or row.time.model is None else row.time.model.median
-
-
-def _token_speed(row: GenerationRow) -> float:
-    return 0.0 if row.times is None else row.times.token_speed.median
 
 
 def _static(name: str) -> str:

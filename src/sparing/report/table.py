@@ -25,7 +25,8 @@ _SHOWN = 8  # layers that have columns of their own
 
 def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
     """Print the summary and the table; with `layers`, the errors of each layer, too."""
-    console.print(found.summary, style="bold")
+    console.print(found.headline, style="bold")
+    console.print(found.summary)
     console.print(
         f"{found.model} ({found.kind}, {found.dtype}) on {found.data}: {found.cases}; "
         f"{found.machine.get('cpu')}, {found.machine.get('threads')} threads"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparing.workbench.comparison.facts import FactCount
+from sparing.workbench.comparison.headline import fastest
 from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, within
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.estimate import Estimate
@@ -58,6 +59,11 @@ class GenerationRow:
     points: tuple[RacePoint, ...] = ()  #: speed of a token over the context
     crossover: int | None = None  #: context from which on a token is faster; None: at none of `points`
 
+    @property
+    def speed(self) -> Interval | None:
+        """Time of a token with exact attention / with the method."""
+        return None if self.times is None else self.times.token_speed
+
 
 def judge(
     change: Estimate,
@@ -92,9 +98,8 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
     if not known:
         return "Generation: keep exact attention, no method can continue a cache." if rows else ""
     longest = max(row.context for row in known)
-    good = [row for row in known if row.verdict == FASTER]
-    if good:
-        best = max(good, key=lambda row: (row.context, row.times.token_speed.median))  # type: ignore[union-attr]
+    best = fastest(known)
+    if best is not None:
         return f"Generation after {best.context:,} tokens: turn on {best.method}. {_gain(best)}{_later(best)}"
     there = [row for row in known if row.context == longest]
     safe = [row for row in there if row.verdict == SLOWER]

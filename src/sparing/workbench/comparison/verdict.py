@@ -13,6 +13,7 @@ from sparing.from_json import build, parse
 from sparing.store import add_checksum, verify_checksum
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.generation_row import GenerationRow
+from sparing.workbench.comparison.headline import fastest, headline, recommended
 from sparing.workbench.comparison.judgement import (
     FASTER,
     KEPT,
@@ -58,6 +59,14 @@ class Row:
     facts: FactCount | None = None  #: of prompts that the method reads, if the verdict needed them
     reason: str = ""  #: which facts were lost, or what cannot be told
 
+    when = "prefill"  #: as in `GenerationRow`: documents and prompts are read by the method
+    context = 0
+
+    @property
+    def speed(self) -> Interval | None:
+        """Time of the exact model / that with the method."""
+        return None if self.time is None else self.time.model
+
     @property
     def memory_reduction(self) -> float | None:
         """Peak memory of the exact model / that with the method; None: it was not measured."""
@@ -91,6 +100,16 @@ class Comparison:
     needs_facts: bool = False  #: whether what is safe must also keep facts of its context
 
     @property
+    def headline(self) -> str:
+        """What to do, in six words at most; `summary` has the evidence."""
+        return headline(self.generation, self.rows, self.kind)
+
+    @property
+    def recommended(self) -> Row | GenerationRow | None:
+        """The row that `headline` turns on; None: keep exact attention, or one cannot tell."""
+        return recommended(self.generation, self.rows)
+
+    @property
     def cases(self) -> str:
         """What was measured, in words: documents, or passages where there is generation only."""
         if self.generation and not self.rows:
@@ -108,7 +127,11 @@ class Comparison:
 
     def to_json(self) -> str:
         """Return everything as JSON; `from_json` reads it back, and so does `sparing show`."""
-        return json.dumps(add_checksum(finite({"format": FORMAT, **asdict(self)})), indent=1, allow_nan=False)
+        return json.dumps(
+            add_checksum(finite({"format": FORMAT, "headline": self.headline, **asdict(self)})),
+            indent=1,
+            allow_nan=False,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
@@ -127,6 +150,7 @@ class Comparison:
         held = verify_checksum(held)
         if held.pop("format") != FORMAT:
             raise ValueError(f"this format of a comparison is not known; this sparing reads {FORMAT}: compare again")
+        held.pop("headline", None)  # follows from the rows
         try:
             found = build(cls, held)
             found._check()
@@ -260,14 +284,12 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     """Return what to do, in one sentence."""
     on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
     within = f"within {percentage(tolerance)} ({metric})"
-    good = [row for row in rows if row.verdict == FASTER]
-    if good:
-        best = max(good, key=lambda row: row.time.model.median)  # type: ignore[union-attr]
+    best = fastest(rows)
+    if best is not None:
         assert best.change is not None
-        assert best.time is not None
-        assert best.time.model is not None
+        assert best.speed is not None
         return (
-            f"{on}, {best.method} is {best.time.model.median:.2f}x as fast as the exact model here, and {within}: "
+            f"{on}, {best.method} is {best.speed.median:.2f}x as fast as the exact model here, and {within}: "
             f"{best.change.mean:.2%} on average."
         )
     tried = [row for row in rows if row.verdict in (SLOWER, UNKNOWN, UNSAFE) and _method(row.method).name != "exact"]

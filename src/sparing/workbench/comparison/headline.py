@@ -1,0 +1,81 @@
+"""Choose the row that a comparison recommends, and say in six words what to do.
+
+Every report takes its answer from here, so that the headline, the summary and the code that turns a method on name the
+same row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN
+from sparing.workbench.timing import MARGIN, Interval
+
+
+class Judged(Protocol):
+    """A row of a comparison, of prompts or of generation."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def verdict(self) -> str: ...
+    @property
+    def when(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def speed(self) -> Interval | None: ...
+
+
+J = TypeVar("J", bound=Judged)
+K = TypeVar("K", bound=Judged)
+
+
+def fastest(rows: Iterable[J], verdict: str = FASTER) -> J | None:
+    """Return the row of this verdict that makes the model fastest, exact attention apart; None: there is none.
+
+    Of generation, a row at a longer context comes first.
+    """
+    return max((row for row in rows if row.verdict == verdict and not _is_exact(row)), key=_rank, default=None)
+
+
+def recommended(generation: Iterable[J], rows: Iterable[K]) -> J | K | None:
+    """Return what to turn on: for generation if a row there is safe and faster, else for prompts; None: nothing."""
+    return fastest(generation) or fastest(rows)
+
+
+def safe_but_slower(generation: Iterable[J], rows: Iterable[K]) -> J | K | None:
+    """Return the fastest of what is safe, where nothing that is safe is faster."""
+    return fastest(generation, SLOWER) or fastest(rows, SLOWER)
+
+
+def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) -> str:
+    """Return what to do, in six words at most."""
+    generation, rows = list(generation), list(rows)
+    best = recommended(generation, rows)
+    if best is not None:
+        where = "" if kind != "language model" else " for prompts" if best.when == "prefill" else " for generation"
+        return f"Turn on {best.method.partition('(')[0]}{where}: {_times(best.speed)}"
+    if any(row.verdict == UNKNOWN and _is_faster(row) for row in (*generation, *rows)):
+        return "Cannot tell yet"
+    return "Keep exact attention"
+
+
+def _rank(row: Judged) -> tuple[int, float]:
+    return row.context, 0.0 if row.speed is None else row.speed.median
+
+
+def _is_faster(row: Judged) -> bool:
+    return row.speed is not None and row.speed.low > MARGIN and not _is_exact(row)
+
+
+def _is_exact(row: Judged) -> bool:
+    return row.method.partition("(")[0] == "exact"
+
+
+def _times(speed: Interval | None) -> str:
+    if speed is None or not math.isfinite(speed.median):
+        return "faster"
+    return f"{speed.median:.2f}x" if speed.median < 10 else f"{speed.median:.0f}x"
