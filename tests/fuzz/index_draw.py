@@ -15,7 +15,7 @@ HIDDEN = ("left", "right", "holes", "all")
 ODD = ("nan", "inf", "-inf", "1e20", "-1e200", "1e-30", "3e12")
 WRONG = (
     "another batch", "another type", "no queries", "a gap", "shrank", "another mask", "wide mask", "gradient",
-    "crop beyond", "crop of other keys", "crop by a float", "items beyond", "no items", "items of floats", "more heads",
+    "crop beyond", "crop by a float", "items beyond", "no items", "items of floats", "more heads",
 )  # fmt: skip
 
 Step = dict[str, Any]

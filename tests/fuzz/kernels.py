@@ -203,6 +203,8 @@ def _decode(built: Any, case: dict[str, Any]) -> None:
 
 def _results(op: Any, args: list[Any]) -> list[Tensor]:
     found = op(*(_copy(x) if isinstance(x, Tensor) and x.numel() < 2**20 else x for x in args))
+    if isinstance(found, bool):
+        return [torch.tensor(found)]
     return [found] if isinstance(found, Tensor) else list(found)
 
 

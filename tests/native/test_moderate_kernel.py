@@ -31,9 +31,13 @@ def test_one_bad_entry_is_found_wherever_it_may_be_read(dtype):
         k[0, 0, 4] = v[1, 2, 0] = 0.5
 
 
-def test_entries_up_to_the_limit_are_moderate():
-    q = torch.full((1, 1, 1, 2), limit_of(torch.float32))
-    assert torch.ops.sparing.are_moderate(q, q, q, 0, limit_of(torch.float32))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [1.5, 40000.0, 2.0**-14, 2.0**-20])
+def test_entries_up_to_the_limit_are_moderate(dtype, limit):
+    q = torch.full((1, 1, 1, 2), -limit, dtype=dtype)
+    limit = -float(q[0, 0, 0, 0])  # as it is rounded
+    assert torch.ops.sparing.are_moderate(q, q, q, 0, limit)
+    assert not torch.ops.sparing.are_moderate(q, q, q, 0, 0.99 * limit)
 
 
 @pytest.mark.parametrize(("start", "message"), [(-1, "start must be"), (3, "start must be from 0 to the number")])

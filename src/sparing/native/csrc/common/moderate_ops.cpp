@@ -6,11 +6,14 @@
 namespace sparing {
 namespace {
 
-inline double number(double x) { return x; }
-inline float number(float x) { return x; }
-inline float number(BFloat16 x) { return std::bit_cast<float>(uint32_t(x.bits) << 16); }
-// Finite numbers of this type are small: only that they are finite counts.
-inline float number(Float16 x) { return (x.bits & 0x7c00) == 0x7c00 ? INFINITY : 0.0F; }
+inline double size(double x) { return std::abs(x); }
+inline float size(float x) { return std::abs(x); }
+inline float size(BFloat16 x) { return std::bit_cast<float>((uint32_t(x.bits) & 0x7fff) << 16); }
+inline float size(Float16 x) {
+  const uint32_t exponent = x.bits >> 10 & 31, rest = x.bits & 1023;
+  if (exponent == 31) return INFINITY;  // or NaN, which is as bad
+  return exponent ? std::bit_cast<float>((exponent + 112) << 23 | rest << 13) : float(rest) * 0x1p-24F;
+}
 
 // Returns whether no entry of the tokens from `start` on is NaN, or larger than the limit.
 template <class E>
@@ -25,7 +28,7 @@ bool moderate(const char* name, const Tensor& x, int64_t start, double limit) {
     for (int64_t head = 0; head < heads; ++head)
       for (int64_t token = start; token < count; ++token) {
         const E* entries = tokens_of.at(item, head, token);
-        for (int64_t i = 0; i < width; ++i) small += std::abs(number(entries[i])) <= most;
+        for (int64_t i = 0; i < width; ++i) small += size(entries[i]) <= most;
       }
   return small == items * heads * (count - start) * width;
 }
