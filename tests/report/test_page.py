@@ -181,12 +181,39 @@ def test_the_table_holds_what_was_found():
         "batched speed": "1.25x", "memory saved": "1.13x", "crossover": "820", "why refused": "",
     }  # fmt: skip
     assert first["model speed"].value == 1.25
-    assert dict(zip(titles, rows[2], strict=True))["crossover"].text == ">2048"
+    by_method = {row[0].text: dict(zip(titles, row, strict=True)) for row in rows}
+    assert by_method[BAD]["crossover"].text == ">2048"
     always = measured(FAST, FASTER, 0.002, 9.0, crossover=256)
     assert [cell.text for cell in full_table(example(rows=(always,)))[1][0]][-1] == "<256"
-    assert dict(zip(titles, rows[5], strict=True))["why refused"].text == REASON
+    assert by_method["nystrom(landmarks=64)"]["why refused"].text == REASON
+    shown = {title: cell.text for title, cell in by_method["exact"].items() if cell.text}
+    assert shown == {
+        "method": "exact", "verdict": "exact", "change": "0%", "at most": "0%", "error": "0", "substitution": "0",
+        "FLOPs saved": "1x", "attention speed": "1x", "model speed": "1x", "batched speed": "1x", "memory saved": "1x",
+    }  # fmt: skip
     alone = full_table(example(rows=(Row("nystrom", REFUSED, REASON),)))
     assert alone[0] == ["method", "verdict", "why refused"], "no empty columns"
+
+
+def test_the_table_is_sorted_by_verdict_and_speed_with_the_exact_model_below_what_is_faster():
+    quick = measured("lsh(rounds=2)", FASTER, 0.002, 1.5)
+    _, rows = full_table(example(rows=(*reversed(example().rows), quick)))
+    assert [row[0].text for row in rows] == [
+        "lsh(rounds=2)", FAST, "exact", SLOW, "random_features(features=64)", BAD, "top_keys(keys=64)",
+        "nystrom(landmarks=64)",
+    ]  # fmt: skip
+
+
+def test_a_chart_has_no_room_for_changes_that_cannot_be():
+    reaches = Estimate(0.001, -0.002, 0.004, 4)
+    rows = (measured(FAST, FASTER, 0.002, 1.25, change=reaches),)
+    found = trade(example(rows=rows))
+    assert (found["signed"], found["points"][0]["change"]) == (False, [0.001, 0.0, 0.004]), (
+        "1 - cosine is never below 0"
+    )
+    for metric in ("change of the perplexity", "a metric that is not known"):
+        found = trade(example(rows=rows, kind="language model", metric=metric))
+        assert (found["signed"], found["points"][0]["change"]) == (True, [0.001, -0.002, 0.004])
 
 
 def test_scores_against_labels_are_shown():
@@ -194,6 +221,7 @@ def test_scores_against_labels_are_shown():
     found = example(rows=(row,))
     titles, rows = full_table(found)
     assert [cell.text for title, cell in zip(titles, rows[0], strict=True) if title == "f1"] == ["0.5000"]
+    assert "0.7500" in [cell.text for cell in rows[1]], "of the exact model"
     assert not {"score", "accuracy"} & set(titles)
     assert "Against the labels, the exact model: f1 0.7500." in page(found)
     assert "Against the labels" not in page(example())

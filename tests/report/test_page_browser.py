@@ -5,8 +5,9 @@ import re
 import pytest
 
 from sparing.report.page import page
+from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNSAFE
 from tests.support.browser import launched, visit
-from tests.support.comparisons import BAD, FAST, REASON, SLOW, example
+from tests.support.comparisons import BAD, FAST, REASON, SLOW, example, measured
 from tests.support.generations import row_of
 
 HOSTILE = "<script>window.stolen=1</script><img src=x onerror=window.stolen=2>a_long_name_without_a_space.jsonl"
@@ -44,11 +45,13 @@ def head(seen, title):
 def test_the_table_sorts_by_numbers(seen):
     before = column(seen, "method")
     head(seen, "change").get_by_role("button").click()
-    assert column(seen, "change") == ["0.05%", "0.20%", "0.60%", "12%", "not finite", ""]
-    assert column(seen, "method")[0] == SLOW != before[0]
+    assert column(seen, "change") == ["0%", "0.05%", "0.20%", "0.60%", "12%", "not finite", ""]
+    assert column(seen, "method")[1] == SLOW != before[1]
     assert head(seen, "change").get_attribute("aria-sort") == "ascending"
     head(seen, "change").get_by_role("button").click()
-    assert column(seen, "change") == ["12%", "0.60%", "0.20%", "0.05%", "not finite", ""], "what is missing stays last"
+    assert column(seen, "change") == ["12%", "0.60%", "0.20%", "0.05%", "0%", "not finite", ""], (
+        "what is missing stays last"
+    )
     assert head(seen, "change").get_attribute("aria-sort") == "descending"
     head(seen, "verdict").get_by_role("button").click()
     assert head(seen, "change").get_attribute("aria-sort") == "none"
@@ -187,10 +190,68 @@ def test_axes_hold_few_points(seen):
     point = "{change: [%s, null, null], speed: [2, 1, 3]}"
     for timed, oracles in (("EXACT", ""), ("EXACT", point % 0.5), (f"EXACT, {point % -0.5}", ""), (point % 0, "")):
         low, high, left, right = seen.evaluate(
-            f"(({{x, y}}) => [...y, ...x])(tradeScales([{timed}], [{oracles}], 0.01))"
+            f"(({{x, y}}) => [...y, ...x])(tradeScales([{timed}], [{oracles}], 0.01, true))"
         )
         assert low < 0 < 0.01 < high
         assert left < right
+
+
+def crowded():
+    """Ten safe settings in one place, far more than names fit, and unsafe ones."""
+    close = [
+        measured(f"key_clusters(clusters={8 * n}, keys={9 * n}, window=16)", SLOWER, 5e-4 + 1e-5 * n, 0.8 + 0.002 * n)
+        for n in range(1, 10)
+    ]
+    unsafe = [measured(f"window(size={n})", UNSAFE, 0.1, 1.5, crossover=None) for n in (8, 16)]
+    return example(rows=(measured(FAST, FASTER, 0.002, 1.25), *close, *unsafe), maps=())
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_safe_point_has_a_name_and_no_two_names_collide(browser, tmp_path, width):
+    with visit(browser, tmp_path, page(crowded()), width=width, is_mobile=width < 600) as seen:
+        chart = seen.page.locator("#trade")
+        chart.locator(".annotation-text-g").first.wait_for()
+        texts = chart.locator(".annotation-text").all_text_contents()
+        numbered = seen.page.locator("#trade-names li").all_inner_texts()
+        named = [numbered[int(text) - 1] if text.isdecimal() else text for text in texts]
+        assert len({name for name in named if name.startswith("key_clusters")}) == 9
+        assert {"window size=64, sinks=1", "exact"} <= set(named)
+        boxes = [each.bounding_box() for each in chart.locator(".annotation-text").all()]
+        for i, a in enumerate(boxes):
+            for b in boxes[:i]:
+                apart = (
+                    a["x"] + a["width"] <= b["x"] + 1 or b["x"] + b["width"] <= a["x"] + 1
+                    or a["y"] + a["height"] <= b["y"] + 2 or b["y"] + b["height"] <= a["y"] + 2
+                )  # fmt: skip
+                assert apart, (a, b)
+        assert seen.problems() == []
+
+
+def test_lines_of_what_is_safe_are_named_and_the_others_faded(seen):
+    chart = seen.locator("#crossover")
+    chart.scroll_into_view_if_needed()
+    names = chart.locator(".annotation-text").all_text_contents()
+    assert {"window", "key_clusters"} <= set(names)
+    assert not {"lsh", "random_features"} & set(names)
+    faded = seen.evaluate("colour('faded')")
+    lines = seen.evaluate("document.getElementById('crossover').data.map((line) => [line.text[0], line.line.color])")
+    assert {text.split("(")[0]: paint == faded for text, paint in lines} == {
+        "window": False, "key_clusters": False, "lsh": True, "random_features": True,
+    }  # fmt: skip
+
+
+def test_a_table_says_that_it_goes_on_beside_its_frame(browser, tmp_path):
+    from playwright.sync_api import expect
+
+    with visit(browser, tmp_path, page(example()), width=390, is_mobile=True, has_touch=True) as seen:
+        frame = seen.page.locator(".scroll", has=seen.page.locator("#rows"))
+        hint = "frame => !frame.previousElementSibling.hidden && frame.previousElementSibling.innerText"
+        assert frame.evaluate(hint).startswith("scroll sideways")
+        assert "more" in frame.get_attribute("class").split()
+        frame.evaluate("frame => { frame.scrollLeft = frame.scrollWidth; }")
+        expect(frame).not_to_have_class(re.compile("more"))
+    with visit(browser, tmp_path, page(example(rows=example().rows[-1:], maps=()))) as seen:
+        assert seen.page.locator(".scroll", has=seen.page.locator("#rows")).evaluate(hint) is False, "nothing is hidden"
 
 
 WITHOUT_POLICY = r'<meta http-equiv="Content-Security-Policy"[^>]*>'

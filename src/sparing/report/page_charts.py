@@ -9,6 +9,7 @@ from sparing.report.numbers import finite, short_names
 from sparing.workbench.comparison.judgement import ORACLE
 from sparing.workbench.comparison.verdict import Comparison, Row, rounded
 from sparing.workbench.estimate import Estimate
+from sparing.workbench.metrics import metrics_of
 from sparing.workbench.timing import Interval
 
 
@@ -23,10 +24,11 @@ def trade(found: Comparison) -> dict[str, Any]:
     Rows without a finite change, or without a time, are not there; oracles, which have none, stand apart.
     """
     short = short_names([row.method for row in found.rows])
+    signed = can_be_negative(found)
     points: list[dict[str, Any]] = []
     oracles: list[dict[str, Any]] = []
     for row in found.rows:
-        change, speed = _change(row.change), _speed(row)
+        change, speed = _change(row.change, signed), _speed(row)
         point: dict[str, Any] = {"method": row.method, "label": short[row.method], "verdict": row.verdict}
         point["change"] = change
         if change is not None and row.verdict == ORACLE:
@@ -37,7 +39,13 @@ def trade(found: Comparison) -> dict[str, Any]:
     on_front = front([1.0, *speeds], [0.0, *changes])[1:]
     for point, is_best in zip(points, on_front, strict=True):
         point["front"] = is_best
-    return {"points": points, "oracles": oracles, "tolerance": found.tolerance, "metric": found.metric}
+    return {
+        "points": points,
+        "oracles": oracles,
+        "tolerance": found.tolerance,
+        "metric": found.metric,
+        "signed": signed,
+    }
 
 
 def front(speeds: Sequence[float], changes: Sequence[float]) -> list[bool]:
@@ -59,13 +67,21 @@ def left_out(found: Comparison) -> list[str]:
 
 def crossings(found: Comparison) -> dict[str, Any]:
     """Speed of the attention call over the length; lines have points [length, median, low, high]."""
+    short = short_names([row.method for row in found.rows])
     lines = [
-        {"method": row.method, "family": row.method.partition("(")[0], "from": pays, "points": points}
+        {
+            "method": row.method,
+            "label": short[row.method],
+            "family": row.method.partition("(")[0],
+            "verdict": row.verdict,
+            "from": pays,
+            "points": points,
+        }
         for row in found.rows
         for pays in [None if row.crossover is None else rounded(row.crossover)]
         if (points := [[each.length, *each.ratio] for each in row.points if _drawable(each.ratio)])
     ]
-    return {"lines": lines, "tokens": found.tokens}
+    return {"lines": lines, "tokens": found.tokens}  # fmt: skip
 
 
 def heads(found: Comparison) -> list[dict[str, Any]]:
@@ -81,10 +97,17 @@ def heads(found: Comparison) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _change(value: Estimate | None) -> list[float | None] | None:
+def can_be_negative(found: Comparison) -> bool:
+    """Return whether a change below 0 exists in the metric of a comparison; a metric that is not known may have one."""
+    return all(metric.signed or metric.words != found.metric for metric in metrics_of(found.kind).values())
+
+
+def _change(value: Estimate | None, signed: bool) -> list[float | None] | None:
+    """Return mean, low and high; an interval over documents may reach below 0 where no change can."""
     if value is None or finite(value.mean) is None:
         return None
-    return [value.mean, finite(value.low), finite(value.high)]
+    parts = (value.mean, finite(value.low), finite(value.high))
+    return [part if part is None or signed else max(part, 0.0) for part in parts]
 
 
 def _speed(row: Row) -> list[float] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from sparing.report.numbers import error, finite, megabytes, milliseconds, percent, ratio, seconds
 from sparing.workbench.comparison.facts import DepthCount, FactCount
 from sparing.workbench.comparison.generation_row import GenerationRow
-from sparing.workbench.comparison.judgement import ORACLE, VERDICTS
+from sparing.workbench.comparison.judgement import FASTER, ORACLE, VERDICTS
 from sparing.workbench.comparison.verdict import Comparison, Row, rounded
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
@@ -36,10 +36,38 @@ class Heat(NamedTuple):
 
 
 def full_table(found: Comparison) -> tuple[list[str], list[list[Cell]]]:
-    """Return titles and rows. Empty columns are left out."""
-    columns = {title: [cell(row) for row in found.rows] for title, cell in _COLUMNS.items()}
+    """Return titles and rows, by verdict, the exact model among them. Empty columns are left out."""
+    rows = by_verdict(found.rows)
+    columns = {title: [cell(row) for row in rows] for title, cell in _COLUMNS.items()}
     used = {title: cells for title, cells in columns.items() if any(cell.text for cell in cells)}
-    return list(used), [list(row) for row in zip(*used.values(), strict=True)]
+    table = [list(row) for row in zip(*used.values(), strict=True)]
+    if any(row.time is not None for row in rows):
+        exact = _exact_cells(found)
+        table.insert(sum(row.verdict == FASTER for row in rows), [exact.get(title, Cell()) for title in used])
+    return list(used), table
+
+
+def by_verdict(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in the order of use: by verdict, and the fastest first."""
+    return sorted(rows, key=lambda row: (VERDICTS.index(row.verdict), -(finite(row.speed and row.speed.median) or 0)))
+
+
+def _exact_cells(found: Comparison) -> dict[str, Cell]:
+    """Return the cells of the exact model by title; it stands below what is faster."""
+    ends = _exact_ends(found)
+    scores = {name: score for name in SCORES if (score := finite(ends.get(f"exact_{name}"))) is not None}
+    ratios = ("FLOPs saved", "attention speed", "model speed", "batched speed", "memory saved")
+    return {
+        "method": Cell("exact", "exact"), "verdict": Cell("exact", 0.5), "change": Cell("0%", 0.0),
+        "at most": Cell("0%", 0.0), "error": Cell("0", 0.0), "substitution": Cell("0", 0.0),
+        **{name: Cell("1x", 1.0) for name in ratios},
+        **{name: Cell(f"{score:.4f}", score) for name, score in scores.items()},
+    }  # fmt: skip
+
+
+def _exact_ends(found: Comparison) -> dict[str, float]:
+    """Return the figures that hold the scores of the exact model; oracles see fewer documents."""
+    return next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
 
 
 def heat_map(found: Comparison) -> tuple[list[str], list[tuple[Row, list[Heat]]]]:
@@ -168,7 +196,7 @@ COSTS: dict[str, Callable[[GenerationRow], Cell]] = {
 
 def exact_scores(found: Comparison) -> list[str]:
     """Return the scores of the exact model against the labels, not from oracles, which see fewer documents."""
-    ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
+    ends = _exact_ends(found)
     scores = {name: finite(ends.get(f"exact_{name}")) for name in SCORES}
     return [f"{name} {score:.4f}" for name, score in scores.items() if score is not None]
 

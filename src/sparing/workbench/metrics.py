@@ -32,6 +32,11 @@ class Metric:
     needs: tuple[str, ...] = ("change",)  #: figures that each document must have
     counts: bool = False  #: whether the change of a document is 0 or 1
 
+    @property
+    def signed(self) -> bool:
+        """Whether a change can be below 0: a perplexity that falls, a score that rises."""
+        return self.score is not None or self.name == "perplexity"
+
     def fits(self, ends: Sequence[End]) -> bool:
         """Return whether the documents have all figures that the metric needs."""
         return all(name in end for end in ends for name in self.needs)

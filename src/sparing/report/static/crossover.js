@@ -1,32 +1,56 @@
-// Speed of the attention call over the length: a colour for each method, lines and symbols for its settings.
+// Speed of the attention call over the length. What may be used has a colour, by its method, and its name at the line;
+// the rest is faded. Lines and symbols tell the settings of a method apart.
 
 const LINES = ["solid", "dash", "dot"], SERIES = 8;
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "triangle-down", "x"];
+const USABLE = ["safe and faster", "safe, but slower here", "cannot tell"]; // in the order of the names below the chart
 
 function styled(lines) {
-  const families = [...new Set(lines.map((line) => line.family))], counts = {};
-  return lines.map((line) => {
-    const nth = (counts[line.family] = (counts[line.family] ?? -1) + 1);
+  const rank = ({ verdict }) => (USABLE.includes(verdict) ? USABLE.indexOf(verdict) : USABLE.length);
+  const ordered = [...lines].sort((a, b) => rank(a) - rank(b));
+  const families = [...new Set(ordered.map((line) => line.family))], counts = {};
+  return ordered.map((line) => {
+    const nth = (counts[line.family] = (counts[line.family] ?? -1) + 1), isFaded = rank(line) === USABLE.length;
+    const series = `series-${(families.indexOf(line.family) % SERIES) + 1}`;
     return {
-      ...line, name: line.method, colour: `series-${(families.indexOf(line.family) % SERIES) + 1}`,
+      ...line, name: line.method, isFaded, colour: isFaded ? "faded" : series,
       symbol: SYMBOLS[nth % SYMBOLS.length], line: LINES[nth % LINES.length],
     };
   });
 }
 
-function speedLine({ method, points, from, colour: name, symbol, line }, visible) {
+function speedLine({ method, verdict, points, from, isFaded, colour: name, symbol, line }, visible) {
   const paint = colour(name);
   const [lengths, middle, low, high] = [0, 1, 2, 3].map((part) => points.map((point) => point[part]));
   const pays = from === null ? "at none of these lengths faster" : `faster from about ${from} tokens on`;
   const texts = points.map(([length, ...ratio]) => {
     const [at, first, last] = ratio.map(times);
-    return [method, `${at} at ${length} tokens`, `quartiles ${first} to ${last}`, pays];
+    return [method, verdict, `${at} at ${length} tokens`, `quartiles ${first} to ${last}`, pays];
   });
   return {
-    type: "scatter", mode: "lines+markers", visible, x: lengths, y: middle, error_y: bars(middle, low, high, paint, 0),
-    line: { color: paint, width: 1.8, dash: line }, marker: { color: paint, symbol, size: 7 },
+    type: "scatter", mode: "lines+markers", visible, x: lengths, y: middle,
+    error_y: { ...bars(middle, low, high, paint, 0), visible: !isFaded },
+    line: { color: paint, width: isFaded ? 1.2 : 2.2, dash: line },
+    marker: { color: paint, symbol, size: isFaded ? 5 : 7 },
     customdata: texts, text: texts.map(hoverText), hovertemplate: "%{text}<extra></extra>",
   };
+}
+
+function shortened(text, most) {
+  return text.length > most ? `${text.slice(0, most - 1)}\u2026` : text;
+}
+
+// Names at the right ends of the lines that are not faded, of at most so many letters; on a phone inside the plot.
+function endNotes(series, y, height, most, isNarrow) {
+  const ends = series.map(({ points }) => points[points.length - 1]);
+  const down = ends.map(([, ratio]) => (1 - (Math.log10(ratio) - y[0]) / (y[1] - y[0])) * height);
+  const places = spread(down.map((at) => at - (isNarrow ? 12 : 0)), TALL + 1, height - TALL / 2);
+  return series.map(({ label, colour: name }, i) => ({
+    text: plain(shortened(label, most)), showarrow: false, font: { size: SMALL, color: colour(name) }, bgcolor: colour("veil"),
+    xref: isNarrow ? "x domain" : "x", x: isNarrow ? 1 : Math.log10(ends[i][0]), borderpad: 0,
+    xanchor: isNarrow ? "right" : "left", xshift: isNarrow ? 0 : 10,
+    y: Math.log10(ends[i][1]), yanchor: "middle", yshift: down[i] - places[i],
+  }));
 }
 
 function drawCrossover(chart) {
@@ -40,7 +64,8 @@ function drawCrossover(chart) {
   const draw = () => {
     const isNarrow = chart.clientWidth < 560, paint = colour("muted");
     const title = isNarrow ? "speed of a call" : "speed of an attention call (exact: 1x)";
-    const traces = series.map((line) => speedLine(line, shown.has(line.method)));
+    const traces = [...series].reverse().map((line) => speedLine(line, shown.has(line.method)));
+    const named = series.filter((line) => !line.isFaded && shown.has(line.method));
     steps = traces.flatMap(({ visible, customdata }, curve) => {
       return visible ? customdata.map((text, point) => ({ curve, point, subplot: "xy", text })) : [];
     });
@@ -51,15 +76,19 @@ function drawCrossover(chart) {
       text: `your documents: ${tokens}`, showarrow: false, font: { size: SMALL, color: paint },
       x: here, xanchor: here > (x[0] + x[1]) / 2 ? "right" : "left", y: 1, yref: "paper", yanchor: "bottom",
     };
-    const margin = { l: 66, r: 14, t: isNarrow ? 48 : 28, b: 56 }; // the note must not meet the buttons
+    const most = Math.floor(((isNarrow ? 0.6 : 0.3) * chart.clientWidth) / LETTER);
+    const widest = LETTER * Math.min(most, Math.max(0, ...named.map(({ label }) => label.length)));
+    // The note must not meet the buttons.
+    const margin = { l: isNarrow ? 58 : 66, r: isNarrow ? 14 : Math.max(14, widest), t: isNarrow ? 48 : 28, b: 56 };
+    const height = chart.clientHeight - margin.t - margin.b;
     const layout = {
       margin,
       xaxis: {
         type: "log", range: x, tickvals: ticks, ticktext: ticks.map(String), title: { text: "tokens", standoff: 12 },
       },
-      yaxis: ratioAxis(y, chart.clientHeight - margin.t - margin.b, 28, { title: { text: title, standoff: 8 } }),
+      yaxis: ratioAxis(y, height, 28, { title: { text: title, standoff: 8 } }),
       shapes: [across(1, colour("ink"), "solid"), { ...mark, line: { color: paint, width: 2, dash: "dash" } }],
-      annotations: [note],
+      annotations: [note, ...endNotes(named, y, height, most, isNarrow)],
     };
     Plotly.react(chart, traces, look(layout), CONFIG);
   };

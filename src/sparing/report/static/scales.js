@@ -6,16 +6,17 @@ function bend(change, linear) {
 }
 
 // Where the axes begin and end, so that all points and the tolerance are on them.
-function tradeScales(timed, oracles, tolerance) {
+// isSigned: whether a change can be below 0, so that there is room for it.
+function tradeScales(timed, oracles, tolerance, isSigned) {
   const changes = [...timed, ...oracles].map((point) => point.change);
   const sizes = changes.map(([mean]) => Math.abs(mean)).filter((size) => size > 0);
   const linear = Math.min(Math.max(Math.min(...sizes, tolerance), tolerance / 100), tolerance / 2);
   const ends = changes.flat().filter((end) => end !== null);
-  const high = bend(Math.max(...ends, 2 * tolerance), linear), low = bend(Math.min(...ends, -linear / 4), linear);
-  const room = 0.06 * (high - low), logs = timed.flatMap((point) => point.speed).map(Math.log10);
+  const high = bend(Math.max(...ends, 2 * tolerance), linear), low = isSigned ? bend(Math.min(...ends, -linear / 4), linear) : 0;
+  const room = 0.06 * (high - low), below = isSigned ? room : 0.03 * high, logs = timed.flatMap((point) => point.speed).map(Math.log10);
   const side = Math.max(0.08, 0.06 * (Math.max(...logs) - Math.min(...logs)));
   return {
-    linear, height: (change) => bend(change, linear), y: [low - room, high + room], ends: [low, high],
+    linear, height: (change) => bend(change, linear), y: [low - below, high + room], ends: [low, high],
     x: [Math.min(...logs) - side, Math.max(...logs) + side],
   };
 }

@@ -28,6 +28,23 @@ function makeSortable(table) {
 
 if (document.getElementById("rows")) makeSortable(document.getElementById("rows"));
 
+// A sign that a table goes on beside its frame.
+for (const frame of document.querySelectorAll(".scroll")) {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.setAttribute("aria-hidden", "true");
+  hint.textContent = "scroll sideways for more columns \u2192";
+  frame.before(hint);
+  const update = () => {
+    const hidden = frame.scrollWidth - frame.clientWidth;
+    hint.hidden = hidden < 2;
+    frame.classList.toggle("more", hidden - frame.scrollLeft > 2);
+  };
+  frame.addEventListener("scroll", update);
+  new ResizeObserver(update).observe(frame);
+  update();
+}
+
 async function copy(source) {
   try {
     await navigator.clipboard.writeText(source.textContent);

@@ -8,6 +8,7 @@ const VERDICTS = {
   "not safe": { colour: "unsafe", symbol: "x", size: 9 },
   oracle: { colour: "oracle", symbol: "triangle-up-open", size: 11 },
 };
+const RANKS = { "safe and faster": 0, "safe, but slower here": 1, "exact attention": 2 }; // these must have a name
 const EXACT = {
   method: "exact attention", label: "exact", verdict: "exact attention", front: true,
   change: [0, null, null], speed: [1, 1, 1],
@@ -39,8 +40,12 @@ function pointsOf(verdict, points, scales, visible) {
   };
 }
 
+function onFront(timed) {
+  return timed.filter((point) => point.front).sort((a, b) => a.speed[0] - b.speed[0]);
+}
+
 function frontLine(timed, scales) {
-  const best = timed.filter((point) => point.front).sort((a, b) => a.speed[0] - b.speed[0]);
+  const best = onFront(timed);
   return {
     type: "scatter", mode: "lines", hoverinfo: "skip",
     x: best.map((point) => point.speed[0]), y: best.map((point) => scales.height(point.change[0])),
@@ -48,7 +53,8 @@ function frontLine(timed, scales) {
   };
 }
 
-// In pixels of the plot: names of the points that have room, beside all points, their bars and the words on the lines.
+// Names of points, as notes of plotly, beside all points, their bars and the words on the lines; those that are safe have
+// one in any case. `numbered` lists what has a number for want of room.
 function names(points, scales, width, height) {
   const right = (speed) => ((Math.log10(speed) - scales.x[0]) / (scales.x[1] - scales.x[0])) * width;
   const down = (change) => (1 - (scales.height(change) - scales.y[0]) / (scales.y[1] - scales.y[0])) * height;
@@ -59,19 +65,26 @@ function names(points, scales, width, height) {
       [x - 1, down(high ?? mean), x + 1, down(low ?? mean)],
     ];
   });
-  const line = down(DATA.trade.tolerance);
+  const best = onFront(points), line = down(DATA.trade.tolerance);
+  best.slice(1).forEach((point, i) => {
+    const [left, end] = [best[i], point].map(({ speed: [speed] }) => right(speed));
+    const [low, high] = [best[i], point].map(({ change: [mean] }) => down(mean));
+    taken.push([left - 1, high, left + 1, low], [left, high - 1, end, high + 1]);
+  });
   taken.push([width - 105, line - 1, width, line + 18], [0, line - 18, 110, line]);
-  const rank = ({ verdict, front }) => (verdict === "safe and faster" ? 0 : front ? 1 : verdict === "not safe" ? 3 : 2);
-  const order = [...points].sort((a, b) => rank(a) - rank(b)).filter((point) => width > 450 || rank(point) < 2);
-  const labels = order.map(({ label, speed, change }) => ({ x: right(speed[0]), y: down(change[0]), text: label }));
-  const places = placeLabels(labels, taken, width, height), shown = order.filter((_, i) => places[i]);
-  return {
-    type: "scatter", mode: "markers+text", hoverinfo: "skip",
-    marker: { size: 8, opacity: 0 }, // keeps the text off the point
-    x: shown.map((point) => point.speed[0]), y: shown.map((point) => scales.height(point.change[0])),
-    text: shown.map((point) => plain(point.label)), textposition: places.filter((place) => place),
-    textfont: { size: SMALL, color: colour("ink") },
-  };
+  const rank = ({ verdict, front }) => RANKS[verdict] ?? (front ? 3 : verdict === "not safe" ? 5 : 4);
+  const order = [...points].sort((a, b) => rank(a) - rank(b)).filter((point) => width > 450 || rank(point) < 4);
+  const labels = order.map((point) => {
+    return { x: right(point.speed[0]), y: down(point.change[0]), text: point.label, must: rank(point) < 3 };
+  });
+  const placed = placeLabels(labels, taken, width, height), notes = [], numbered = [];
+  placed.forEach((place, i) => {
+    if (!place) return;
+    const { speed: [speed], change: [mean], label } = order[i];
+    notes.push(labelNote(labels[i], place, { x: Math.log10(speed), y: scales.height(mean) }));
+    if (place.text !== label) numbered.push(label); // it is the number of this item
+  });
+  return { notes, numbered };
 }
 
 function tolerance(scales) {
@@ -93,12 +106,12 @@ function tolerance(scales) {
 
 function drawTrade(chart) {
   const { points, oracles, metric } = DATA.trade, timed = [EXACT, ...points], all = [...timed, ...oracles];
-  const scales = tradeScales(timed, oracles, DATA.trade.tolerance);
+  const scales = tradeScales(timed, oracles, DATA.trade.tolerance, DATA.trade.signed);
   const used = Object.keys(VERDICTS).filter((verdict) => all.some((point) => point.verdict === verdict));
   let shown = new Set(used), steps = [];
 
   const draw = () => {
-    const isNarrow = chart.clientWidth < 560, margin = { l: 74, r: 10, t: 28, b: 56 };
+    const isNarrow = chart.clientWidth < 560, margin = { l: isNarrow ? 58 : 74, r: 10, t: 28, b: 56 };
     const share = oracles.length ? (isNarrow ? 0.8 : 0.88) : 1; // of the width; oracles have the rest
     const groups = used.map((verdict) => {
       return pointsOf(verdict, all.filter((point) => point.verdict === verdict), scales, shown.has(verdict));
@@ -109,11 +122,13 @@ function drawTrade(chart) {
     });
     const width = (chart.clientWidth - margin.l - margin.r) * share, height = chart.clientHeight - margin.t - margin.b;
     const ticks = changeTicks(scales, height);
-    const labels = names(timed.filter((point) => shown.has(point.verdict)), scales, width, height);
+    const { notes, numbered } = names(timed.filter((point) => shown.has(point.verdict)), scales, width, height);
+    document.getElementById("trade-names").replaceChildren(...numbered.map((name) => element("li", {}, name)));
+    const { shapes, annotations } = tolerance(scales);
     const xTitle = isNarrow ? "speed (exact: 1x)" : "speed of the model (exact: 1x; further right is faster)";
     const yTitle = isNarrow ? "change" : plain(`change (${metric})`);
     const layout = {
-      margin, ...tolerance(scales),
+      margin, shapes, annotations: [...annotations, ...notes],
       xaxis: ratioAxis(scales.x, width, 36, { domain: [0, share], title: { text: xTitle, standoff: 12 } }),
       yaxis: {
         range: scales.y, tickvals: ticks.map(scales.height), ticktext: ticks.map(percent),
@@ -124,7 +139,7 @@ function drawTrade(chart) {
       const only = { domain: [share + 0.02, 1], range: [0, 1], tickvals: [0.5], ticktext: ["oracles"] };
       layout.xaxis2 = { ...only, anchor: "y", showgrid: false, fixedrange: true };
     }
-    Plotly.react(chart, [frontLine(timed, scales), ...groups, labels], look(layout), CONFIG);
+    Plotly.react(chart, [frontLine(timed, scales), ...groups], look(layout), CONFIG);
   };
 
   const entries = used.map((name) => ({ name, ...VERDICTS[name] }));
