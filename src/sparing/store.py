@@ -141,12 +141,20 @@ class Store:
 
     optional: warn instead of raising where the folder cannot be written to. A result that cannot be kept later, as on a
         full disk, is always a warning, since the result itself is good. Each warning is given once.
+    again: returns whether a cell is measured again, though its result is kept from an earlier run.
     """
 
-    def __init__(self, folder: str | Path | None, *, optional: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        optional: bool = False,
+        again: Callable[[Cell], bool] = lambda cell: False,
+    ) -> None:
         self.folder = None if folder is None else Path(folder).expanduser()
-        self.optional = optional
+        self.optional, self.again = optional, again
         self._told: set[str] = set()
+        self._new: set[Path] = set()  # of this run
 
     @classmethod
     def of(cls, cache: str | Path | Store | None) -> Store:
@@ -177,6 +185,8 @@ class Store:
         if self.folder is None:
             return None
         path = self._path(cell)
+        if path not in self._new and self.again(cell):
+            return None
         try:
             held = parse(path.read_bytes().decode())
             if not isinstance(held, dict) or held.get("format") != FORMAT or CHECKSUM not in held:
@@ -202,6 +212,7 @@ class Store:
         if self.folder is None:
             return
         path = self._path(cell)
+        self._new.add(path)
         held = add_checksum({"format": FORMAT, "cell": cell, "result": result})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

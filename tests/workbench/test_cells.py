@@ -107,7 +107,7 @@ def test_a_kept_result_of_another_shape_is_measured_again(command, other, tmp_pa
 
     same = Interval(1.5, 1.5, 1.5)
     monkeypatch.setattr(sweep, "seconds", lambda *args, **options: Seconds(same, same, 1.0, 2, 3))
-    monkeypatch.setattr(sweep, "race_at", lambda seen, specs, length: (dict.fromkeys(specs, same), 9.0))
+    monkeypatch.setattr(sweep, "race_at", lambda seen, specs, length: (dict.fromkeys(specs, same), 9.0, ""))
     monkeypatch.setattr(clock, "call_gains", lambda subject, ids, specs, objective: dict.fromkeys(specs, same))
     monkeypatch.setattr(clock, "model_gain", lambda *args: same)
 

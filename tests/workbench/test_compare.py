@@ -448,9 +448,9 @@ def test_the_sentence_on_top():
     unknown = replace(row(UNKNOWN, 2.0), method="lsh", reason="too few")
     assert summary([row(UNSAFE, 2.0), unknown], 1, 99, 0.01, "m") == (
         "On 1 document of up to 99 tokens keep exact attention: no setting is known to stay within 1.00% (m). lsh "
-        "(2.00x as fast) may be safe, but one cannot tell: too few."
+        "(2.00x as fast) may pay, but one cannot tell: too few."
     )
-    assert "none is faster here. lsh (2.00x as fast) may be safe" in summary(
+    assert "none is faster here. lsh (2.00x as fast) may pay" in summary(
         [row(SLOWER, 0.5), unknown, replace(unknown, time=timed(0.9))], 4, 99, 0.01, "m"
     )
 

@@ -79,7 +79,7 @@ def test_a_race_at_a_length_that_no_document_has(name):
     assert len(seen) == 5
     assert isinstance(seen[0].value, Projection) == (name == "bert")
     specs = ["window(size=8)", "nystrom(landmarks=4)", *([spec] if name == "bert" else [])]
-    ratios, taken = race_at(seen, specs, 333)
+    ratios, taken, _ = race_at(seen, specs, 333)
     assert taken > 0
     assert list(ratios) == specs
     assert (ratios["nystrom(landmarks=4)"] is None) == (name == "llama"), "what cannot be causal takes no part"
@@ -94,7 +94,7 @@ def test_a_comparison_holds_the_races(monkeypatch):
     def fake(seen, specs, length):
         asked.append((list(specs), length))
         ratio = length / 1000
-        return dict.fromkeys(specs, Interval(ratio, ratio, ratio)), 0.1 if length < 2048 else 2.0
+        return dict.fromkeys(specs, Interval(ratio, ratio, ratio)), 0.1 if length < 2048 else 2.0, ""
 
     monkeypatch.setattr(sweep, "race_at", fake)
     methods = ["window(size=4)", "top_keys(keys=4)", "exact"]

@@ -9,6 +9,7 @@ from sparing.report.plan import show
 from sparing.store import Store
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.comparison.facts import FactRuns
+from sparing.workbench.comparison.tokens import TokenSpeed
 from sparing.workbench.planning import generating
 from sparing.workbench.planning.plan import plan
 from sparing.workbench.timing import Interval
@@ -25,7 +26,7 @@ def speeds(monkeypatch):
     told = dict(SPEEDS)
 
     def token_speed(model, prompt, spec, length):
-        return Interval(*[told[spec]] * 3)
+        return TokenSpeed(Interval(*[told[spec]] * 3), "")
 
     monkeypatch.setattr(generating, "token_speed", token_speed)
     return told

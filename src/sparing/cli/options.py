@@ -108,6 +108,9 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         help="keep each measurement in FOLDER, so that a stopped run resumes (default: sparing in the user's cache)",
     )  # fmt: skip
     parser.add_argument("--no-cache", action="store_true", help="measure everything again, and keep nothing")
+    parser.add_argument(
+        "--again", choices=("times", "all"), help="measure times, or everything, again, and keep the new results"
+    )
 
 
 @contextmanager
@@ -185,14 +188,16 @@ def show_comparison(found: Comparison, options: argparse.Namespace, *, console: 
 def cache_of(options: argparse.Namespace) -> Store:
     """Return the store that --cache and --no-cache choose; by default the user's cache, if it can be used."""
     from sparing.store import Store, StoreWarning
+    from sparing.workbench.cells import is_time
 
+    anew = {None: lambda cell: False, "times": is_time, "all": lambda cell: True}[options.again]
     if options.no_cache:
         return Store(None)
     if options.cache:
-        return Store(options.cache)
+        return Store(options.cache, again=anew)
     home = os.environ.get("XDG_CACHE_HOME")
     try:
-        return Store((Path(home) if home else Path.home() / ".cache") / "sparing", optional=True)
+        return Store((Path(home) if home else Path.home() / ".cache") / "sparing", optional=True, again=anew)
     except RuntimeError:
         warnings.warn("results are not kept: there is no home folder; name a folder with --cache", StoreWarning, 2)
         return Store(None)

@@ -17,12 +17,14 @@ def measured(
     store: Store,
     *,
     check: Check = lambda cell, result: None,
+    keep: Callable[[Any], bool] = lambda result: True,
     jobs: int = 1,
     backend: str | None = None,
     done: Callable[[Cell, bool], None] = lambda cell, again: None,
 ) -> list[Any]:
     """Return the results of all cells, in their order. Each is kept as soon as it is measured.
 
+    keep: returns False for a result that should be measured again in the next run, such as a disturbed time.
     check: raises ValueError for a kept result that `work` would not return; its cell is measured again.
     jobs, backend: as in joblib. The workers of a cluster do the work where `backend` names one ("dask", "ray").
     done: is called for each finished cell, and told whether its result was kept from an earlier run.
@@ -34,10 +36,16 @@ def measured(
             done(cell, True)
     missing = [number for number in range(len(cells)) if found[number] is None]
     for number, result in _results(missing, [cells[i] for i in missing], work, jobs, backend):
-        store.put(keys[number], result)
+        if keep(result):
+            store.put(keys[number], result)
         found[number] = result
         done(cells[number], False)
     return [json.loads(json.dumps(found[number])) for number in range(len(cells))]
+
+
+def is_time(cell: Cell) -> bool:
+    """Return whether the result of a cell holds times, which depend on the machine."""
+    return "machine" in cell
 
 
 def is_refusal(result: Any) -> bool:

@@ -1,16 +1,29 @@
-"""Wall-clock times with all sides interleaved in one run, so that ratios compare under the same noise."""
+"""Wall-clock times with all sides interleaved in one run, so that ratios compare under the same noise.
+
+Ratios do not survive all noise: other programs that come and go disturb one side more than the other. So `undisturbed`
+watches what they take, and how steady exact attention is against itself.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 
+T = TypeVar("T")
+
 MARGIN = 1.03  #: a speed ratio below it may be noise
+OTHER_WORK = 0.1  #: share of the processors that torch uses which other programs may take while times are measured
+SPREAD = 1.25  #: ratio of the quartiles of exact attention's times above which they say nothing
+_STAT = Path("/proc/stat")
+_TICK = 0.02  # seconds that the system's count may be wrong by
+_LEAST = 0.25  # seconds that it takes to see what other programs take
 
 
 @contextmanager
@@ -38,6 +51,49 @@ def interval(values: Sequence[float]) -> Interval:
         raise ValueError("values is empty; pass at least one number")
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return Interval(statistics.median(values), low, high)
+
+
+def undisturbed(
+    measure: Callable[[], T], exact: Callable[[T], Sequence[float]] = lambda found: (), *, tries: int = 2
+) -> tuple[T, str]:
+    """Return what `measure` returns, and what disturbed it: "" if nothing did. A disturbed measurement is repeated.
+
+    exact: gives the times of exact attention in a result, one for each round, which must be about the same.
+    """
+    for _ in range(tries):
+        before, start = _others(), time.perf_counter()
+        found = measure()
+        if OTHER_WORK < 1:
+            time.sleep(max(_LEAST - (time.perf_counter() - start), 0.0))
+        said = _disturbance(before, start, exact(found))
+        if not said:
+            break
+    return found, said
+
+
+def _disturbance(before: float | None, start: float, exact: Sequence[float]) -> str:
+    """Return what disturbed a measurement. before: of `_others` when it started. exact: times that should be equal."""
+    others, elapsed = _others(), time.perf_counter() - start
+    if others is not None and before is not None:
+        ours = torch.get_num_threads()
+        spare = max((os.cpu_count() or 1) - ours, 0)
+        share = (max(others - before - _TICK, 0.0) / elapsed - spare) / ours
+        if share > OTHER_WORK:
+            return f"other programs take {share:.0%} of the processors"
+    spread = interval(exact or [1.0])
+    if spread.high > SPREAD * spread.low:
+        return f"exact attention takes {spread.low:.2g} to {spread.high:.2g} s from one time to the next"
+    return ""
+
+
+def _others() -> float | None:
+    """Return the seconds that processors have worked for other programs since the start; None if that is not known."""
+    try:
+        first = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+        user, nice, system, _, _, irq, softirq, steal = map(int, first[1:9])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def race(

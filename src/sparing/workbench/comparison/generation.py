@@ -21,7 +21,14 @@ from sparing.workbench.comparison.facts import FactCount, FactRuns, contexts_of
 from sparing.workbench.comparison.generation_row import GenerationRow, GenerationTimes, judge
 from sparing.workbench.comparison.judgement import REFUSED
 from sparing.workbench.comparison.races import RacePoint
-from sparing.workbench.comparison.tokens import PassageCosts, Prompt, continue_prompt, read_prompt, token_speed
+from sparing.workbench.comparison.tokens import (
+    PassageCosts,
+    Prompt,
+    TokenSpeed,
+    continue_prompt,
+    read_prompt,
+    token_speed,
+)
 from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate, estimate
 from sparing.workbench.prepare import fingerprint
@@ -161,7 +168,9 @@ class Generations:
         ]
         prompt: list[Prompt] = []  # read when it is first needed
         work = functools.partial(self._costs, ids, prompt)
-        for cell, part in zip(cells, measured(cells, work, self.store, check=_check, done=self._done), strict=True):
+        for cell, part in zip(
+            cells, measured(cells, work, self.store, check=_check, keep=_is_kept, done=self._done), strict=True
+        ):
             key = (context, cell["method"], cell["when"])
             if is_refusal(part):
                 parts[key] = part["refused"]
@@ -173,8 +182,9 @@ class Generations:
             lengths = [length for length in _RACES if length <= context // 2]
             cell = {**of, "what": "token race", "method": spec, "lengths": lengths}
             race_work = functools.partial(self._race, ids, prompt)
-            (part,) = measured([cell], race_work, self.store, check=_check_race, done=self._done)
-            self.points[spec] = [RacePoint(n, Interval(*each)) for n, each in zip(lengths, part, strict=True)]
+            (part,) = measured([cell], race_work, self.store, check=_check_race, keep=_is_race_kept, done=self._done)
+            speeds = {n: build(TokenSpeed, each) for n, each in zip(lengths, part, strict=True)}
+            self.points[spec] = [RacePoint(n, each.ratio) for n, each in speeds.items() if not each.disturbed]
 
     def _read(self, ids: Tensor, prompt: list[Prompt], cell: Cell) -> Prompt:
         if not prompt:
@@ -191,7 +201,7 @@ class Generations:
             except Unsupported as error:
                 return {"refused": str(error)}
 
-    def _race(self, ids: Tensor, prompt: list[Prompt], cell: Cell) -> list[Interval]:
+    def _race(self, ids: Tensor, prompt: list[Prompt], cell: Cell) -> list[TokenSpeed]:
         with threads(self.here["threads"]):
             read = self._read(ids, prompt, cell)
             return [token_speed(self.subject.model, read, cell["method"], length) for length in cell["lengths"]]
@@ -218,7 +228,9 @@ class Generations:
         own = [
             RacePoint(each.context, each.times.token_speed)
             for each in rows
-            if (each.method, each.when) == (row.method, row.when) and each.times is not None
+            if (each.method, each.when) == (row.method, row.when)
+            and each.times is not None
+            and not each.times.disturbed
         ]
         shorter = [each for each in self.points.get(row.method, ()) if each.length not in {one.length for one in own}]
         points = tuple(sorted([*shorter, *own], key=lambda each: each.length))
@@ -270,6 +282,7 @@ def _times(costs: Sequence[PassageCosts]) -> GenerationTimes:
     return GenerationTimes(
         exact_cache=statistics.mode(each.exact_cache for each in costs), token_speed=speed,
         cache_bytes=round(middle("cache_bytes")), index_bytes=round(middle("index_bytes")),
+        disturbed=next((each.disturbed for each in costs if each.disturbed), ""),
         **{name: middle(name) for name in names},
     )  # fmt: skip
 
@@ -285,4 +298,12 @@ def _check_race(cell: Cell, result: Any) -> None:
     if not isinstance(result, list) or len(result) != len(cell["lengths"]):
         raise ValueError("a race has a ratio for each length")
     for each in result:
-        build(Interval, each)
+        build(TokenSpeed, each)
+
+
+def _is_kept(result: Any) -> bool:
+    return not result.get("disturbed")
+
+
+def _is_race_kept(result: Any) -> bool:
+    return not any(each.disturbed for each in result)

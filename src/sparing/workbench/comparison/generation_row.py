@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.headline import fastest
-from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, within
+from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, timed_verdict, within
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import MARGIN, Interval
@@ -30,6 +30,7 @@ class GenerationTimes:
     prompt_attention: float
     cache_bytes: int
     index_bytes: int
+    disturbed: str = ""  #: by what, if the times say nothing
 
     @property
     def attention_speed(self) -> float:
@@ -85,11 +86,11 @@ def judge(
     for wanted, verdict in ((False, UNSAFE), (None, UNKNOWN)):
         if reasons := [why for holds, why in found if holds is wanted]:
             return verdict, "; ".join(reasons)
-    return (FASTER if _faster(times) else SLOWER), ""
+    return timed_verdict(_faster(times), "" if times is None else times.disturbed)
 
 
 def _faster(times: GenerationTimes | None) -> bool:
-    return times is not None and times.token_speed.low > MARGIN
+    return times is not None and not times.disturbed and times.token_speed.low > MARGIN
 
 
 def generation_summary(rows: Sequence[GenerationRow]) -> str:

@@ -15,6 +15,13 @@ KEPT = 0.9  #: share of the facts that must be kept, by the lower end of the int
 Holds = tuple[bool | None, str]  #: whether a requirement holds (None: too few cases to tell), and why not
 
 
+def timed_verdict(faster: bool, disturbed: str) -> tuple[str, str]:
+    """Return the verdict of what is safe, and what cannot be told. disturbed: by what, if times say nothing."""
+    if disturbed:
+        return UNKNOWN, f"it is safe, but this machine is too busy to time it: {disturbed}"
+    return (FASTER if faster else SLOWER), ""
+
+
 def within(change: Estimate, tolerance: float, name: str, case: str = "block of tokens") -> Holds:
     """Return whether a change is within the tolerance: its whole interval is, or none of it, or one cannot tell.
 

@@ -13,7 +13,7 @@ from sparing.contract import Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.transformers.watch import ObservedCall
 from sparing.workbench.calls import Side, exact_side, method_side, samples_values
-from sparing.workbench.timing import Interval, interval, race
+from sparing.workbench.timing import Interval, interval, race, undisturbed
 
 #: Lengths that are raced, as long as a round takes no more than `PATIENCE` seconds.
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -32,11 +32,11 @@ class RacePoint:
 @torch.no_grad()
 def race_at(
     seen: Sequence[ObservedCall], specs: Sequence[str], length: int
-) -> tuple[dict[str, Interval | None], float]:
+) -> tuple[dict[str, Interval | None], float, str]:
     """Return time of SDPA / time of each method on real queries and keys, joined or repeated up to the length.
 
-    seen: calls of one layer. A method that cannot run there has None. All sides are interleaved in one race. The second
-    result is the shortest time of a round in seconds.
+    seen: calls of one layer. A method that cannot run there has None. All sides are interleaved in one race. The other
+    results are the shortest time of a round in seconds, and what disturbed the race.
     """
     joined = _joined(seen, length)
     sides: dict[str, Side] = {"sdpa": exact_side(joined, with_values=False)}
@@ -49,7 +49,8 @@ def race_at(
         except Unsupported:
             continue
         sides[spec] = side
-    taken = dict(zip(sides, race(list(sides.values()), [_ROUNDS] * len(sides)), strict=True))
+    times, disturbed = undisturbed(lambda: race(list(sides.values()), [_ROUNDS] * len(sides)), lambda found: found[0])
+    taken = dict(zip(sides, times, strict=True))
 
     def ratio(spec: str) -> Interval | None:
         if spec not in taken:
@@ -57,7 +58,7 @@ def race_at(
         rival = taken["sdpa with values" if samples_values(_method(spec), joined) else "sdpa"]
         return interval([a / b for a, b in zip(rival, taken[spec], strict=True)])
 
-    return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values()))
+    return {spec: ratio(spec) for spec in specs}, sum(map(min, taken.values())), disturbed
 
 
 def _joined(seen: Sequence[ObservedCall], length: int) -> ObservedCall:

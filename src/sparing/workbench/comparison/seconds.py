@@ -15,7 +15,7 @@ from sparing.models import Subject
 from sparing.transformers.watch import approximate_prompts, record_calls
 from sparing.workbench.calls import exact_side, method_side, samples_values
 from sparing.workbench.memory import peak_extra_bytes
-from sparing.workbench.timing import Interval, interval, speed_ratio
+from sparing.workbench.timing import Interval, interval, speed_ratio, undisturbed
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Seconds:
     bytes: int | None
     exact_bytes: int | None
     batched: Interval | None = None  #: as `model`, for a batch of documents that are padded to one length
+    disturbed: str = ""  #: by what, if the times say nothing
 
 
 @torch.no_grad()
@@ -45,19 +46,24 @@ def seconds(
     if method.oracle:
         return Seconds(None, None, _alone(lambda: subject.run(ids)), None, None)
     seen = record_calls(subject.model, method, lambda: subject.run(ids), seed=seed)
-    found = None
-    if seen:
-        middle = seen[len(seen) // 2]
-        exact = exact_side(middle, with_values=samples_values(method, middle))
-        found = speed_ratio(exact, method_side(middle, method), rounds=2 * rounds)
-    slow, fast = _in_turn(subject, lambda: subject.run(ids), method, seed, rounds)
+
+    def measure() -> tuple[Interval | None, list[float], list[float], Interval | None]:
+        found = None
+        if seen:
+            middle = seen[len(seen) // 2]
+            exact = exact_side(middle, with_values=samples_values(method, middle))
+            found = speed_ratio(exact, method_side(middle, method), rounds=2 * rounds)
+        slow, fast = _in_turn(subject, lambda: subject.run(ids), method, seed, rounds)
+        batched = None
+        if batch:
+            batched = _ratios(*_in_turn(subject, lambda: subject.run_batch(batch), method, seed, min(rounds, 3)))
+        return found, slow, fast, batched
+
+    (found, slow, fast, batched), disturbed = undisturbed(measure, lambda parts: parts[1])
     exact_bytes = peak_extra_bytes(lambda: subject.run(ids))
     with approximate_prompts(subject.model, method, seed=seed):
         taken = peak_extra_bytes(lambda: subject.run(ids))
-    batched = None
-    if batch:
-        batched = _ratios(*_in_turn(subject, lambda: subject.run_batch(batch), method, seed, min(rounds, 3)))
-    return Seconds(found, _ratios(slow, fast), interval(slow).median, taken, exact_bytes, batched)
+    return Seconds(found, _ratios(slow, fast), interval(slow).median, taken, exact_bytes, batched, disturbed)
 
 
 def _in_turn(

@@ -102,7 +102,7 @@ class Sweep:
             }
             for spec in self.specs
         ]
-        found = measured(cells, self._seconds, self.store, check=_check_seconds, done=self._tell)
+        found = measured(cells, self._seconds, self.store, check=_check_seconds, keep=_is_kept, done=self._tell)
         return dict(zip(self.specs, found, strict=True))
 
     def _seconds(self, cell: Cell) -> dict[str, Any]:
@@ -123,10 +123,10 @@ class Sweep:
         for length in LENGTHS if racers else ():
             cell = {"what": "race", **self.of, "machine": self.here, "methods": racers, "length": length}
             race = functools.partial(self._race, racers, length, seen)
-            (part,) = measured([cell], race, self.store, check=_check_race, done=self._tell)
+            (part,) = measured([cell], race, self.store, check=_check_race, keep=_is_kept, done=self._tell)
             raced = build(_Race, part)
             for spec, ratio in raced.ratios.items():
-                if ratio is not None:
+                if ratio is not None and not raced.disturbed:
                     found[spec].append(RacePoint(length, ratio))
             if raced.seconds > PATIENCE / 4:  # the next length takes up to four times as long
                 break
@@ -138,8 +138,8 @@ class Sweep:
                 seen += middle_calls(self.given.subject, self.given.rows, [*racers, "top_keys(keys=1)"])
             if not seen:
                 return {"ratios": {}, "seconds": PATIENCE}
-            ratios, taken = race_at(seen, racers, length)
-        return {"ratios": ratios, "seconds": taken}
+            ratios, taken, disturbed = race_at(seen, racers, length)
+        return {"ratios": ratios, "seconds": taken, "disturbed": disturbed}
 
     def maps(self, found: Qualities, head: tuple[int, int] | None) -> tuple[HeadMap, ...]:
         """Return pictures of the most fragile heads, and of one that the user names."""
@@ -171,6 +171,7 @@ class _Race:
 
     ratios: dict[str, Interval | None]  #: time of SDPA / time of the method; None where it cannot run
     seconds: float  #: of a quiet round
+    disturbed: str = ""  #: by what, if the ratios say nothing
 
 
 def _check_quality(cell: Cell, result: Any) -> None:
@@ -183,6 +184,11 @@ def _check_quality(cell: Cell, result: Any) -> None:
 def _check_seconds(cell: Cell, result: Any) -> None:
     if not is_refusal(result):
         build(Seconds, result)
+
+
+def _is_kept(result: Any) -> bool:
+    """Return whether a result with times is worth keeping."""
+    return not result.get("disturbed")
 
 
 def _check_race(cell: Cell, result: Any) -> None:

@@ -28,7 +28,7 @@ from sparing.transformers.runtime.prefill import new_index
 from sparing.transformers.state import state_of
 from sparing.workbench.memory import tensor_bytes
 from sparing.workbench.retrieval.measure import copied
-from sparing.workbench.timing import Interval, interval
+from sparing.workbench.timing import Interval, interval, undisturbed
 
 CACHES = ("dynamic", "static")  #: of transformers, for exact attention
 _STOCK = "sdpa"
@@ -56,6 +56,7 @@ class PassageCosts:
     prompt_attention: float
     cache_bytes: int  #: keys and values
     index_bytes: int  #: what the method keeps beside them
+    disturbed: str = ""  #: by what, if the times say nothing
 
 
 class _Clock:
@@ -112,6 +113,7 @@ class Prompt(NamedTuple):
     losses: tuple[float, ...]  #: of the stock model, for the tokens after that
     next: tuple[int, ...]  #: what it finds most likely in their places
     exact_cache: str  #: one of `CACHES`, the faster
+    disturbed: str  #: by what, if the time that was spent says nothing
 
     @property
     def length(self) -> int:
@@ -127,13 +129,13 @@ def read_prompt(model: Any, ids: Tensor, tokens: int, *, exact_cache: str | None
     """
     ids = ids.to(model.device)
     first, following = ids[: -tokens - 1], ids[-tokens - 1 :]
-    out, spent = _run(model, first, None, _STOCK, 1)
+    (out, spent), disturbed = undisturbed(lambda: _run(model, first, None, _STOCK, 1), tries=1)
     cache = out.past_key_values
     out, _ = _run(model, following[:-1], copied(model, cache, len(first)), _STOCK, tokens)
     logits = out.logits[0].double()
     losses = tuple(cross_entropy(logits, following[1:], reduction="none").tolist())
     better = _faster_cache(model, cache, following) if exact_cache is None else exact_cache
-    return Prompt(ids, cache, spent, following, losses, tuple(logits.argmax(-1).tolist()), better)
+    return Prompt(ids, cache, spent, following, losses, tuple(logits.argmax(-1).tolist()), better, disturbed)
 
 
 def _faster_cache(model: Any, cache: Any, following: Tensor) -> str:
@@ -147,6 +149,13 @@ def _faster_cache(model: Any, cache: Any, following: Tensor) -> str:
     return min(CACHES, key=lambda kind: statistics.median(spans[kind][1:] or spans[kind]))
 
 
+class TokenSpeed(NamedTuple):
+    """How much faster a token is with a method."""
+
+    ratio: Interval  #: time of the stock model / time with the method
+    disturbed: str  #: by what, if that says nothing
+
+
 class Continuation(NamedTuple):
     """The true tokens after a prompt, with a method."""
 
@@ -155,6 +164,7 @@ class Continuation(NamedTuple):
     losses: tuple[float, ...]
     same: tuple[bool, ...]  #: whether the most likely next token is the stock model's
     keys_read: float | None  #: share of the keys
+    disturbed: str  #: by what, if the time that was spent says nothing
 
 
 @torch.no_grad()
@@ -172,9 +182,9 @@ def run_continuation(
         if when == "decode" and method.supports.adopt:
             cache = copied(model, prompt.cache, n)
             built = _index(model, cache)
-            spent = _Spent(prompt.spent.whole + built, prompt.spent.attention + built)
+            spent, disturbed = _Spent(prompt.spent.whole + built, prompt.spent.attention + built), prompt.disturbed
         else:
-            out, spent = _run(model, first, None, name, 1)
+            (out, spent), disturbed = undisturbed(lambda: _run(model, first, None, name, 1), tries=1)
             cache = out.past_key_values
             handle.statistics(reset=True)
         losses, found = [], []
@@ -186,7 +196,7 @@ def run_continuation(
         if reasons := sorted({reason for layer in counted.layers for reason in layer.exact_reasons}):
             raise Unsupported(f"{method} leaves tokens exact: {'; '.join(reasons)}")
     same = tuple(a == b for a, b in zip(prompt.next, found, strict=True))
-    return Continuation(cache, spent, tuple(losses), same, counted.total.share_read)
+    return Continuation(cache, spent, tuple(losses), same, counted.total.share_read, disturbed)
 
 
 @torch.no_grad()
@@ -198,18 +208,18 @@ def continue_prompt(
     cache, spent, n = found.cache, found.spent, prompt.length
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     beside = sum(tensor_bytes(layer.index) for layer in cache.layers if isinstance(layer, IndexedLayer))
-    cache.crop(n - cache.get_seq_length())
-    slow, fast = _in_turn(model, prompt, n, cache, _method(what), seed, min(_TIMED, len(found.losses)))
+    (slow, fast), disturbed = _timed(model, prompt, n, cache, _method(what), seed, min(_TIMED, len(found.losses)))
     return PassageCosts(
         prompt.losses, found.losses, found.same, found.keys_read, prompt.exact_cache,
         statistics.median(x.whole for x in slow), statistics.median(x.whole for x in fast), _ratios(slow, fast),
         statistics.median(x.attention for x in slow), statistics.median(x.attention for x in fast),
         prompt.spent.whole, spent.whole, prompt.spent.attention, spent.attention, held, beside,
+        disturbed or prompt.disturbed or found.disturbed,
     )  # fmt: skip
 
 
 @torch.no_grad()
-def token_speed(model: Any, prompt: Prompt, what: str | Method, length: int, *, seed: int = 0) -> Interval:
+def token_speed(model: Any, prompt: Prompt, what: str | Method, length: int, *, seed: int = 0) -> TokenSpeed:
     """Return the time of a token of the stock model / with the method, after the first tokens of a prompt."""
     cache = copied(model, prompt.cache, length)
     with approximate(model, what, seed=seed, when="decode"):
@@ -218,7 +228,8 @@ def token_speed(model: Any, prompt: Prompt, what: str | Method, length: int, *, 
         else:
             out, _ = _run(model, prompt.ids[:length], None, model.config._attn_implementation, 1)
             cache = out.past_key_values
-    return _ratios(*_in_turn(model, prompt, length, cache, _method(what), seed, _RACED))
+    spent, disturbed = _timed(model, prompt, length, cache, _method(what), seed, _RACED)
+    return TokenSpeed(_ratios(*spent), disturbed)
 
 
 @contextmanager
@@ -227,6 +238,19 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tokens that continue a cache run exact attention")
         yield
+
+
+def _timed(
+    model: Any, prompt: Prompt, length: int, cache: Any, method: Method, seed: int, count: int
+) -> tuple[tuple[list[_Spent], list[_Spent]], str]:
+    """Run `_in_turn`, again if it is disturbed; return what disturbed it last."""
+
+    def measure() -> tuple[list[_Spent], list[_Spent]]:
+        if cache.get_seq_length() > length:
+            cache.crop(length - cache.get_seq_length())
+        return _in_turn(model, prompt, length, cache, method, seed, count)
+
+    return undisturbed(measure, lambda found: [each.whole for each in found[0]])
 
 
 def _in_turn(

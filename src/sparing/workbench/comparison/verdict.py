@@ -24,6 +24,7 @@ from sparing.workbench.comparison.judgement import (
     UNSAFE,
     VERDICTS,
     keeps,
+    timed_verdict,
     within,
 )
 from sparing.workbench.comparison.maps import HeadMap
@@ -258,11 +259,17 @@ def verdict(
     holds, reason = (True, "") if identical else within(change, tolerance, "change", "document")
     if holds is not True:
         return (UNSAFE, "") if holds is False else (UNKNOWN, reason)
-    return (FASTER if _faster(spec, time) else SLOWER), ""
+    return timed_verdict(_faster(spec, time), time.disturbed)
 
 
 def _faster(spec: str, time: Seconds | None) -> bool:
-    return time is not None and time.model is not None and time.model.low > MARGIN and _method(spec).name != "exact"
+    return (
+        time is not None
+        and time.model is not None
+        and not time.disturbed
+        and time.model.low > MARGIN
+        and _method(spec).name != "exact"
+    )
 
 
 def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Row:
@@ -274,7 +281,9 @@ def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Ro
     change = row.change
     if tolerance is not None and facts is not None:
         change = facts.lost
-        row = replace(row, verdict=FASTER if _faster(row.method, row.time) else SLOWER, reason="")
+        disturbed = "" if row.time is None else row.time.disturbed
+        word, said = timed_verdict(_faster(row.method, row.time), disturbed)
+        row = replace(row, verdict=word, reason=said)
     if holds is not True:
         row = replace(row, verdict=UNKNOWN if holds is None else UNSAFE, reason=reason)
     return replace(row, change=change, facts=facts)
@@ -314,8 +323,10 @@ def _open(unknown: Sequence[Row]) -> str:
     if not unknown:
         return ""
     best = max(unknown, key=lambda row: (_faster(row.method, row.time), -abs(row.change.mean) if row.change else 0))
-    speed = f" ({best.time.model.median:.2f}x as fast)" if best.time is not None and best.time.model is not None else ""
-    return f" {best.method}{speed} may be safe, but one cannot tell: {best.reason}."
+    time = best.time
+    known = time is not None and time.model is not None and not time.disturbed
+    speed = f" ({time.model.median:.2f}x as fast)" if known else ""  # type: ignore[union-attr]
+    return f" {best.method}{speed} may pay, but one cannot tell: {best.reason}."
 
 
 def _later(safe: Sequence[Row], tokens: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from sparing.transformers.recipe import Recipe
 from sparing.workbench.calls import Side, exact_side, method_side, middle_calls, samples_values
 from sparing.workbench.memory import can_measure, peak_extra_bytes
 from sparing.workbench.planning.runs import running
-from sparing.workbench.timing import MARGIN, Interval, interval, race
+from sparing.workbench.timing import MARGIN, Interval, interval, race, undisturbed
 
 OBJECTIVES = ("time", "memory")
 _ROUNDS = 7  # of attention calls
 _ROUND = 0.02  # seconds of one side in a round: a short call is repeated, since alone it is noisy
 _NOISE = 2**20  # bytes that a peak is uncertain by
+
+
+class BusyError(OSError):
+    """Raised where other programs disturb a measurement of time."""
 
 
 def check_objective(objective: str) -> None:
@@ -30,6 +34,15 @@ def check_objective(objective: str) -> None:
     if objective == "memory" and not can_measure():
         raise ValueError(
             "objective='memory': the peak memory of a call cannot be read on this system; use objective='time'"
+        )
+
+
+def refuse_busy(disturbed: str) -> None:
+    """Raise if times were disturbed: a plan would follow from them."""
+    if disturbed:
+        raise BusyError(
+            f"this machine is too busy to time a plan: {disturbed}; run it again when it is idle: other measurements "
+            "are kept"
         )
 
 
@@ -70,14 +83,18 @@ def model_gain(subject: Subject, ids: Tensor, recipe: Recipe, objective: str, ro
     def run() -> object:
         return subject.run(ids)
 
-    ratios = []
-    for number in range(rounds + 1):
-        if number % 2:
-            exact, found = cost(run), approximated()
-        else:
-            found, exact = approximated(), cost(run)
-        ratios.append(exact / found)
-    return interval(ratios[1:])  # the first round warms up
+    def measure() -> tuple[list[float], list[float]]:
+        slow, fast = [], []
+        for number in range(rounds + 1):
+            if number % 2:
+                exact, found = cost(run), approximated()
+            else:
+                found, exact = approximated(), cost(run)
+            slow.append(exact)
+            fast.append(found)
+        return slow[1:], fast[1:]  # the first round warms up
+
+    return _gain(measure, objective)
 
 
 def _runs(side: Side) -> bool:
@@ -92,7 +109,16 @@ def _race(exact: Side, candidate: Side) -> Interval:
     """Return ratios round by round, since the load of a machine changes from one second to the next."""
     sides = (exact, candidate)
     calls = [max(round(_ROUND / max(_seconds(side), 1e-6)), 1) for side in sides]
-    slow, fast = race(sides, [_ROUNDS] * 2, calls)
+    return _gain(lambda: race(sides, [_ROUNDS] * 2, calls), "time")
+
+
+def _gain(measure: Callable[[], Sequence[Sequence[float]]], objective: str) -> Interval:
+    """Return the ratios of two sides, round by round; times must be undisturbed."""
+    if objective == "time":
+        (slow, fast), disturbed = undisturbed(measure, lambda found: found[0])
+        refuse_busy(disturbed)
+    else:
+        slow, fast = measure()
     return interval([a / b for a, b in zip(slow, fast, strict=True)])
 
 

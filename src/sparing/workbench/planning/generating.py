@@ -28,7 +28,7 @@ from sparing.workbench.comparison.facts import FactCount, FactRuns, contexts_of
 from sparing.workbench.comparison.generation import TOKENS, passages
 from sparing.workbench.comparison.tokens import Prompt, read_prompt, run_continuation, token_speed
 from sparing.workbench.planning import words
-from sparing.workbench.planning.clock import is_gain
+from sparing.workbench.planning.clock import is_gain, refuse_busy
 from sparing.workbench.planning.promise import Promise, calibrating
 from sparing.workbench.planning.result import Candidate, Plan, about
 from sparing.workbench.planning.search import StepFigures, figures
@@ -199,9 +199,11 @@ class GenerationPlanner:
         with threads(self.here["threads"]):
             try:
                 prompt = read_prompt(self.subject.model, ids, min(TOKENS, len(ids) // 2))
-                return token_speed(self.subject.model, prompt, cell["method"], prompt.length)
+                found = token_speed(self.subject.model, prompt, cell["method"], prompt.length)
             except Unsupported as error:
                 return {"refused": str(error)}
+        refuse_busy(found.disturbed)
+        return found.ratio
 
     def continuation(self, ids: Tensor, cell: Cell) -> dict[str, Any]:
         """Run the continuation of a passage: losses, exact and with the method, and where both agree."""

@@ -1,0 +1,106 @@
+"""What disturbs a measurement of time is noticed, said and not kept."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+import sparing
+from sparing.store import Store
+from sparing.workbench import timing
+from sparing.workbench.cells import is_time
+from sparing.workbench.comparison.generation_row import judge
+from sparing.workbench.comparison.judgement import FASTER, UNKNOWN
+from sparing.workbench.timing import undisturbed
+from tests.support.generations import NO_CHANGE, facts_of, times_of
+from tests.support.small_models import TEXTS, subject
+
+LINUX = pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux says what other programs take")
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limits that users have."""
+    monkeypatch.setattr(timing, "OTHER_WORK", 0.1)
+    monkeypatch.setattr(timing, "SPREAD", 1.25)
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Other programs that take all processors."""
+    start, cores = time.perf_counter(), os.cpu_count() or 1
+    monkeypatch.setattr(timing, "_others", lambda: cores * (time.perf_counter() - start))
+
+
+@LINUX
+def test_other_programs_are_noticed(limits):
+    spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(0.3)
+        _, said = undisturbed(lambda: time.sleep(0.5))
+    finally:
+        for each in spin:
+            each.kill()
+            each.wait()
+    assert said.startswith("other programs take ")
+
+
+def test_a_disturbed_measurement_is_repeated_and_says_what_it_was(limits, monkeypatch):
+    monkeypatch.setattr(timing, "_others", lambda: None)
+    runs = []
+
+    def measure():
+        runs.append([1.0, 1.0, 1.0, 1.0] if len(runs) == 1 else [1.0, 2.0, 1.0, 2.0])
+        return runs[-1]
+
+    assert undisturbed(measure, lambda times: times) == ([1.0, 1.0, 1.0, 1.0], "")
+    assert undisturbed(measure, lambda times: times)[1] == "exact attention takes 1 to 2 s from one time to the next"
+    assert len(runs) == 4
+
+
+def test_a_busy_machine_times_nothing_and_keeps_nothing(limits, others, tmp_path):
+    given = {"methods": ["window(size=500)"], "length": 40, "rounds": 1, "jobs": 1, "documents": 3}
+    found = sparing.compare(subject(), TEXTS, **given, cache=tmp_path)
+    (row,) = found.rows
+    assert row.verdict == UNKNOWN
+    assert "this machine is too busy to time it: other programs take " in row.reason
+    assert "too busy to time it" in found.summary
+    assert "x as fast" not in found.summary
+    assert row.points == ()
+    kept = [cell for cell in cells(tmp_path) if "machine" in cell]
+    assert kept == []
+    assert cells(tmp_path), "errors do not depend on the load"
+
+
+def test_disturbed_tokens_are_not_called_faster():
+    given = {"metric": None, "tolerance": 0.01}
+    times = times_of(2.0)
+    assert judge(NO_CHANGE, NO_CHANGE, facts_of(80, 79), times, **given)[0] == FASTER
+    word, reason = judge(NO_CHANGE, NO_CHANGE, facts_of(80, 79), replace(times, disturbed="noise"), **given)
+    assert (word, reason) == (UNKNOWN, "it is safe, but this machine is too busy to time it: noise")
+
+
+def test_a_busy_machine_makes_no_plan(limits, others, tmp_path):
+    texts = [f"{i} {text}" for i in range(20) for text in TEXTS]
+    given = {"methods": ["window(size=4)"], "length": 40, "rounds": 1, "jobs": 1, "tolerance": 0.5}
+    with pytest.raises(OSError, match=r"too busy to time a plan: other programs take .*; run it again when it is idle"):
+        sparing.plan(subject(), texts, **given, cache=tmp_path)
+    assert not [cell for cell in cells(tmp_path) if "machine" in cell]
+
+
+def test_times_alone_are_measured_again(tmp_path):
+    given = {"methods": ["window(size=4)"], "length": 40, "rounds": 1, "jobs": 1, "documents": 3, "lengths": False}
+    sparing.compare(subject(), TEXTS, **given, cache=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.json")}
+    sparing.compare(subject(), TEXTS, **given, cache=Store(tmp_path, again=is_time))
+    changed = [path for path in before if path.read_bytes() != before[path]]
+    assert len(changed) == 1
+    assert before.keys() == set(tmp_path.glob("*.json"))
+
+
+def cells(folder):
+    return [json.loads(path.read_text())["cell"] for path in folder.glob("*.json")]
