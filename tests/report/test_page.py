@@ -13,8 +13,9 @@ from sparing.report.page import _inside_script, page
 from sparing.report.page_charts import front, trade
 from sparing.report.page_table import full_table
 from sparing.report.printable import printable
+from sparing.workbench.comparison.judgement import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE
 from sparing.workbench.comparison.seconds import Seconds
-from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 from tests.support.comparisons import BAD, FAST, REASON, SLOW, example, measured

@@ -12,7 +12,8 @@ from sparing.cli.main import main
 from sparing.report.page import page
 from sparing.report.printable import printable
 from sparing.report.terminal import Terminal, progress
-from sparing.workbench.comparison.verdict import FASTER, REFUSED, Row
+from sparing.workbench.comparison.judgement import FASTER, REFUSED
+from sparing.workbench.comparison.verdict import Row
 from tests.fuzz.parsers import unsafe
 from tests.support.comparisons import FAST, example, measured
 

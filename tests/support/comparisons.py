@@ -3,11 +3,12 @@
 import base64
 import math
 
+from sparing.workbench.comparison.judgement import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.comparison.seconds import Seconds
-from sparing.workbench.comparison.verdict import FASTER, ORACLE, REFUSED, SLOWER, UNSAFE, Comparison, Row
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 

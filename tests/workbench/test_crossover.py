@@ -9,11 +9,12 @@ from sparing.contract import Projection
 from sparing.transformers.watch import record_calls
 from sparing.workbench.calls import middle_calls
 from sparing.workbench.comparison.compare import compare
+from sparing.workbench.comparison.judgement import SLOWER
 from sparing.workbench.comparison.maps import maps
 from sparing.workbench.comparison.races import race_at
 from sparing.workbench.comparison.seconds import seconds
 from sparing.workbench.comparison.sweep import fragile
-from sparing.workbench.comparison.verdict import SLOWER, Row, rounded, summary
+from sparing.workbench.comparison.verdict import Row, rounded, summary
 from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import MARGIN, Interval

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 import sparing
+from sparing.report.table import show
+from sparing.report.terminal import Terminal
 from sparing.store import Store
 from sparing.workbench import timing
 from sparing.workbench.cells import is_time
@@ -68,7 +70,13 @@ def test_a_busy_machine_times_nothing_and_keeps_nothing(limits, others, tmp_path
     (row,) = found.rows
     assert row.verdict == UNKNOWN
     assert "this machine is too busy to time it: other programs take " in row.reason
+    assert found.headline == "Cannot tell: this machine is busy"
     assert "too busy to time it" in found.summary
+    console = Terminal()
+    with console.capture() as told:
+        show(found, console=console)
+    (line,) = [line for line in told.get().splitlines() if line.lstrip().startswith("window(size=500)  ")]
+    assert line.split()[-4:] == ["?", "?", "cannot", "tell"]
     assert "x as fast" not in found.summary
     assert row.points == ()
     kept = [cell for cell in cells(tmp_path) if "machine" in cell]

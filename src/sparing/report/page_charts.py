@@ -113,7 +113,7 @@ def _change(value: Estimate | None, signed: bool) -> list[float | None] | None:
 def _speed(row: Row) -> list[float] | None:
     """Return the time of the exact model / that with the method."""
     speed = None if row.time is None else row.time.model
-    return None if speed is None or not _drawable(speed) else list(speed)
+    return None if speed is None or row.disturbed or not _drawable(speed) else list(speed)
 
 
 def _drawable(speed: Interval) -> bool:

@@ -152,12 +152,20 @@ def _at_least(facts: FactCount) -> Cell:
 
 
 def _timed(name: str, text: Callable[[float], str]) -> Callable[[GenerationRow], Cell]:
-    return lambda row: Cell() if row.times is None else _number(getattr(row.times, name), text)
+    def cell(row: GenerationRow) -> Cell:
+        if row.times is None:
+            return Cell()
+        busy = row.disturbed and not name.endswith("bytes")
+        return Cell("?", None, row.disturbed) if busy else _number(getattr(row.times, name), text)
+
+    return cell
 
 
 def _token_speed(row: GenerationRow) -> Cell:
     if row.times is None:
         return Cell()
+    if row.disturbed:
+        return Cell("?", None, row.disturbed)
     speed = row.times.token_speed
     return Cell(ratio(speed.median), finite(speed.median), f"quartiles: {ratio(speed.low)} and {ratio(speed.high)}")
 
@@ -244,6 +252,8 @@ def _speed(row: Row, name: str) -> Cell:
     value: Interval | None = None if row.time is None else getattr(row.time, name)
     if value is None:
         return Cell()
+    if row.disturbed:
+        return Cell("?", None, row.disturbed)
     return Cell(ratio(value.median), finite(value.median), f"quartiles: {ratio(value.low)} and {ratio(value.high)}")
 
 

@@ -160,7 +160,7 @@ def _numbers(row: Row) -> list[str]:
         *_shares(row.change), _split(row.error.mean, row.substitution),
         "" if row.keys_read is None else f"{row.keys_read:.0f}",
         "" if row.flops_reduction is None else ratio(row.flops_reduction),
-        _ratio(None if time is None else time.attention), _ratio(None if time is None else time.model),
+        *(_ratio(each, row.disturbed) for each in ((None, None) if time is None else (time.attention, time.model))),
         _tokens(row),
     ]  # fmt: skip
 
@@ -179,8 +179,8 @@ def _percent(value: float) -> str:
     return ">1000%" if not share < 1000 else f"{share:.0f}%" if abs(share) >= 10 else f"{share:.2f}%"
 
 
-def _ratio(value: Interval | None) -> str:
-    return "" if value is None else f"{value.median:.2f}x"
+def _ratio(value: Interval | None, disturbed: str) -> str:
+    return "" if value is None else "?" if disturbed else f"{value.median:.2f}x"
 
 
 def _tokens(row: Row) -> str:

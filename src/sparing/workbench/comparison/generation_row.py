@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.headline import fastest
-from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, timed_verdict, within
+from sparing.workbench.comparison.judgement import KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, timed_verdict, within
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import MARGIN, Interval
@@ -64,6 +64,11 @@ class GenerationRow:
     def speed(self) -> Interval | None:
         """Time of a token with exact attention / with the method."""
         return None if self.times is None else self.times.token_speed
+
+    @property
+    def disturbed(self) -> str:
+        """By what its times were disturbed, so that they say nothing."""
+        return "" if self.times is None else self.times.disturbed
 
 
 def judge(

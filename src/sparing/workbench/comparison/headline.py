@@ -27,6 +27,8 @@ class Judged(Protocol):
     def context(self) -> int: ...
     @property
     def speed(self) -> Interval | None: ...
+    @property
+    def disturbed(self) -> str: ...
 
 
 J = TypeVar("J", bound=Judged)
@@ -58,7 +60,10 @@ def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) ->
     if best is not None:
         where = "" if kind != "language model" else " for prompts" if best.when == "prefill" else " for generation"
         return f"Turn on {best.method.partition('(')[0]}{where}: {_times(best.speed)}"
-    if any(row.verdict == UNKNOWN and _is_faster(row) for row in (*generation, *rows)):
+    unknown = [row for row in (*generation, *rows) if row.verdict == UNKNOWN]
+    if any(row.disturbed for row in unknown):
+        return "Cannot tell: this machine is busy"
+    if any(map(_is_faster, unknown)):
         return "Cannot tell yet"
     return "Keep exact attention"
 

@@ -15,7 +15,6 @@ from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.headline import fastest, headline, recommended
 from sparing.workbench.comparison.judgement import (
-    FASTER,
     KEPT,
     ORACLE,
     REFUSED,
@@ -67,6 +66,11 @@ class Row:
     def speed(self) -> Interval | None:
         """Time of the exact model / that with the method."""
         return None if self.time is None else self.time.model
+
+    @property
+    def disturbed(self) -> str:
+        """By what its times were disturbed, so that they say nothing."""
+        return "" if self.time is None else self.time.disturbed
 
     @property
     def memory_reduction(self) -> float | None:
