@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import sparing
 from sparing.cli.main import main
+from tests.support.comparisons import example
+from tests.support.generations import row_of
 
 METHODS = "window(size=8),key_clusters(clusters=8, keys=8, window=4),top_keys(keys=8)"
 QUICK = [
@@ -45,6 +48,38 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     assert len(list(cache.iterdir())) == 10, "three methods: errors and times; maps of three and of exact attention"
     assert main(["show", str(out), "--layers"]) == 0
     assert capsys.readouterr().out == text, "the same from the file"
+
+
+def test_eighty_columns_are_enough_and_more_show_more(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "found.json"
+    rows = tuple(replace(row, substitution=0.5) for row in example().rows)
+    path.write_text(example(rows=rows, generation=(row_of("safe and faster", 8000, 1.9),)).to_json())
+    shown = {}
+    for columns in ("80", "100", "150"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["show", str(path), "--layers"]) == 0
+        shown[columns] = capsys.readouterr().out
+        assert max(map(len, shown[columns].splitlines())) <= int(columns)
+        for word in ("Turn on multipole: 1.90x", "safe, faster", "1.25x", "0.30%", "exact"):
+            assert word in shown[columns]
+        assert "\u2026" not in shown[columns], "no number is cut off"
+    assert "A wider terminal also shows: keys, error" in " ".join(shown["80"].split())
+    assert "A wider terminal" not in shown["150"]
+
+
+def test_json_goes_to_standard_output_in_place_of_the_tables(capsys, tmp_path):
+    written = tmp_path / "found.json"
+    given = ["compare", *QUICK, "--cache", str(tmp_path / "cache")]
+    assert main([*given, "--json", "-", "--html", str(tmp_path / "page.html")]) == 0
+    out, err = capsys.readouterr()
+    held = json.loads(out)
+    assert held["headline"] == "Keep exact attention"
+    assert err == f"wrote {tmp_path / 'page.html'}\n"
+    assert main([*given, "--json", str(written), "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(written.read_text()) == held
+    assert out.startswith("Keep exact attention")
+    assert err == ""
 
 
 def test_compare_reads_files_of_the_user(capsys, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 from sparing.cli.files import writes
 from sparing.cli.options import (
     COMPARE_FILES,
+    add_quiet,
     add_subject,
     cache_of,
     console_of,
@@ -95,8 +96,12 @@ def add(commands: Any) -> None:
         parser, "--out", metavar="FOLDER", names=lambda options: COMPARE_FILES,
         help=f"write {' and '.join(COMPARE_FILES)} to FOLDER (default: print only)",
     )  # fmt: skip
-    writes(parser, "--json", metavar="FILE", help="write the result to a JSON file of this name")
+    writes(
+        parser, "--json", metavar="FILE", piped=True,
+        help="write the result to a JSON file of this name; - writes it to standard output, in place of the tables",
+    )  # fmt: skip
     writes(parser, "--html", metavar="FILE", help="write a page that needs no network to a file of this name")
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,7 +115,10 @@ def run(options: argparse.Namespace) -> int:
     specs = None if options.methods is None else split_specs(options.methods)
     texts = documents_of(options)
     head = None if options.head is None else _head(options.head)
-    with progress_bar() as progress, cluster(options.backend, options.cluster, options.jobs) as backend:
+    with (
+        progress_bar(quiet=options.quiet) as progress,
+        cluster(options.backend, options.cluster, options.jobs) as backend,
+    ):
         found = compare(
             options.model, texts, methods=specs, length=options.length, documents=options.documents,
             seeds=options.seeds, tolerance=options.tolerance, metric=options.metric, rounds=options.rounds,

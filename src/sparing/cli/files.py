@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from sparing.store import Place, refuse_overwriting
 
+STANDARD_OUTPUT = "-"  #: as the name of a file that is written
+
 Names = Callable[[argparse.Namespace], Iterable[str]]
 
 
@@ -22,6 +24,7 @@ class _Output(NamedTuple):
     flag: str
     dest: str
     names: Names | None  #: of the files in it, where the option names a folder
+    piped: bool
 
 
 def reads(parser: argparse.ArgumentParser, *flags: str, **options: object) -> None:
@@ -31,11 +34,16 @@ def reads(parser: argparse.ArgumentParser, *flags: str, **options: object) -> No
     parser.set_defaults(inputs=(*before, (flags[-1], action.dest)))
 
 
-def writes(parser: argparse.ArgumentParser, *flags: str, names: Names | None = None, **options: object) -> None:
-    """Declare an option that names a file to write; names: of the files, where it names a folder for them."""
+def writes(
+    parser: argparse.ArgumentParser, *flags: str, names: Names | None = None, piped: bool = False, **options: object
+) -> None:
+    """Declare an option that names a file to write.
+
+    names: of the files, where it names a folder for them. piped: whether "-" is standard output, and not a file.
+    """
     action = parser.add_argument(*flags, **options)  # type: ignore[arg-type]
     before = parser.get_default("outputs") or ()
-    parser.set_defaults(outputs=(*before, _Output(flags[-1], action.dest, names)))
+    parser.set_defaults(outputs=(*before, _Output(flags[-1], action.dest, names, piped)))
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -46,7 +54,7 @@ def check_files(options: argparse.Namespace) -> None:
     folders: list[tuple[str, Path]] = []
     for output in getattr(options, "outputs", ()):
         given = getattr(options, output.dest)
-        if given is None:
+        if given is None or (output.piped and given == STANDARD_OUTPUT):
             continue
         if output.names is None:
             _check_file(output.flag, given)

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparing.cli.files import reads
+from sparing.cli.files import STANDARD_OUTPUT, reads
 
 if TYPE_CHECKING:
     from sparing.documents import Documents
@@ -123,15 +123,22 @@ def needs_cli() -> Iterator[None]:
 
 
 def console_of(*, stderr: bool = False) -> Terminal:
-    """Return a console of at least 100 columns: a number that is cut off is worse than a line that wraps."""
+    """Return a console as wide as the terminal, of at least 80 columns; of 100 where there is none and no COLUMNS."""
     with needs_cli():
         from sparing.report.terminal import Terminal
-    return Terminal(width=max(100, Terminal().width), stderr=stderr)
+    found = Terminal(stderr=stderr)
+    known = found.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return Terminal(width=max(80, found.width) if known else 100, stderr=stderr)
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that leaves only the result."""
+    parser.add_argument("--quiet", action="store_true", help="print the result alone: no progress, no names of files")
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on standard error if that is a terminal, and silence those of transformers."""
+def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar on standard error, log lines if that is no terminal; silence the bars of transformers."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # processes inherit this
     with needs_cli():
         from rich.progress import TimeElapsedColumn, TimeRemainingColumn
@@ -142,7 +149,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     logging.set_verbosity_error()
     console = Terminal(stderr=True)
     more = (TimeElapsedColumn(), TimeRemainingColumn())
-    with progress(console, "loading the model", *more, disable=not console.is_terminal) as tell:
+    with progress(console, "loading the model", *more, quiet=quiet) as tell:
         yield tell
 
 
@@ -160,12 +167,16 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
 
 
 def show_comparison(found: Comparison, options: argparse.Namespace, *, console: Terminal) -> None:
-    """Print a comparison, and write the files that --out, --json and --html name: all or none."""
+    """Print a comparison, and write the files that --out, --json and --html name: all or none.
+
+    `--json -` writes to standard output, in place of the tables.
+    """
     from sparing.report.table import show
     from sparing.store import write_files
 
     out, json, html = (None if (name := getattr(options, each, None)) is None else Path(name) for each in _OUTPUTS)
-    texts = [] if json is None else [json]
+    is_piped = getattr(options, "json", None) == STANDARD_OUTPUT
+    texts = [] if json is None or is_piped else [json]
     pages = [] if html is None else [html]
     if out is not None:
         texts.append(out / COMPARE_FILES[0])
@@ -180,8 +191,11 @@ def show_comparison(found: Comparison, options: argparse.Namespace, *, console: 
             out.mkdir(parents=True, exist_ok=True)
         write_files(contents)
     finally:  # a full disk is no reason to hide what was measured
-        show(found, layers=options.layers, console=console)
-    for target in contents:
+        if is_piped:
+            sys.stdout.write(found.to_json() + "\n")
+        else:
+            show(found, layers=options.layers, console=console)
+    for target in () if getattr(options, "quiet", False) else contents:
         console_of(stderr=True).print(f"wrote {target}", soft_wrap=True)
 
 

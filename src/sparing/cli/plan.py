@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from sparing.cli.files import writes
-from sparing.cli.options import add_subject, cache_of, console_of, documents_of, needs_cli, progress_bar, renamed
+from sparing.cli.options import (
+    add_quiet,
+    add_subject,
+    cache_of,
+    console_of,
+    documents_of,
+    needs_cli,
+    progress_bar,
+    renamed,
+)
 
 _FILES = ("recipe.json", "plan.json")
 
@@ -66,6 +75,7 @@ def add(commands: Any) -> None:
         parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,
         help=f"write {' and '.join(_FILES)} to FOLDER (default: out)",
     )  # fmt: skip
+    add_quiet(parser)
     renamed(parser, "-o", "--output", new="--out FOLDER, which gets recipe.json")
 
 
@@ -80,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     specs = None if options.methods is None else split_specs(options.methods)
     recipe, figures = (Path(options.out) / name for name in _FILES)
     texts = documents_of(options)
-    with progress_bar() as progress:
+    with progress_bar(quiet=options.quiet) as progress:
         found = plan(
             options.model, texts, tolerance=options.tolerance, metric=options.metric, objective=options.objective,
             coverage=options.coverage, confidence=options.confidence, methods=specs, length=options.length,
@@ -96,5 +106,6 @@ def run(options: argparse.Namespace) -> int:
     finally:  # a full disk is no reason to hide what was found
         show(found, console=console)
     text = f'turn it on: sparing.approximate(model, "{recipe}")' if found.holds else "it leaves every layer exact"
-    console.print(f"wrote {recipe}, {figures}; {text}", soft_wrap=True)
+    if not options.quiet:
+        console.print(f"wrote {recipe}, {figures}; {text}", soft_wrap=True)
     return 0

@@ -1,15 +1,16 @@
-"""Print a comparison as terminal tables of 100 columns."""
+"""Print a comparison as terminal tables. Columns that a narrow terminal has no room for are left out, and named."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from sparing.report.numbers import ratio
-from sparing.report.page_table import SCORES, generation_tables
+from sparing.report.page_table import SCORES, by_verdict, generation_tables
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE
 from sparing.workbench.comparison.verdict import Comparison, Row, percentage, rounded
@@ -20,7 +21,12 @@ _WORDS = {
     FASTER: Text("safe, faster", "bold green"), SLOWER: Text("safe, slower", "green"), UNSAFE: Text("not safe", "red"),
     UNKNOWN: Text("cannot tell", "yellow"), ORACLE: Text("oracle", "dim"), REFUSED: Text("refused", "dim"),
 }  # fmt: skip
-_SHOWN = 8  # layers that have columns of their own
+_SHOWN = 8  # layers that have columns of their own, in 100 characters
+_METHOD = 28  # characters that a method has at least before columns are left out for it
+_LEFT_OUT = (  # where there is no room: the last one stays longest
+    "keys", "error", "prompt", "index", "its speed", "attn.", "FLOPs\nsaved", "same", "at least", "cache", "from",
+    "when",
+)  # fmt: skip
 
 
 def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
@@ -34,7 +40,7 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
     if scores := _against_labels(found):
         console.print(f"against the labels, the exact model: {scores}")
     if found.generation:
-        for table in generation_tables_of(found):
+        for table in generation_tables_of(found, console.width):
             console.print(table)
         for each in found.generation:
             if each.reason:
@@ -42,12 +48,12 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
         for method, refused in {each.method: each.refused for each in found.generation if each.refused}.items():
             console.print(f"{method}: {refused}")
     if found.rows:
-        console.print(comparison_table(found))
+        console.print(comparison_table(found, console.width))
     for row in found.rows:
         if row.refused is not None or row.reason:
             console.print(f"{row.method}: {row.refused or row.reason}")
     if layers and any(row.layers for row in found.rows):
-        console.print(layer_table(found))
+        console.print(layer_table(found, console.width))
 
 
 def _against_labels(found: Comparison) -> str:
@@ -57,16 +63,48 @@ def _against_labels(found: Comparison) -> str:
     return ", ".join(f"{name} {ends[f'exact_{name}']:.4f}" for name in names)
 
 
-def comparison_table(found: Comparison) -> Table:
-    """Return the table of all rows."""
-    table = _table(caption=_legend(found))
-    table.add_column("method", overflow="fold", max_width=38)
-    for name in ("change", "at most", "error", "keys", "FLOPs\nsaved", "call", "model", "from"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for row in found.rows:
-        table.add_row(row.method, *_numbers(row), _WORDS[row.verdict])
+def comparison_table(found: Comparison, width: int = 100) -> Table:
+    """Return the table of all rows, by verdict, with the exact model below what is faster."""
+    titles = ["method", "change", "at most", "error", "keys", "FLOPs\nsaved", "call", "model", "from", "verdict"]
+    ordered = by_verdict(found.rows)
+    rows: list[list[str | Text]] = [[row.method, *_numbers(row), _WORDS[row.verdict]] for row in ordered]
+    if any(row.time is not None for row in ordered):
+        exact: list[str | Text] = ["exact", "0%", "0%", "0", "", "1x", "1x", "1x", "", Text("exact", "bold")]
+        rows.insert(sum(row.verdict == FASTER for row in ordered), exact)
+    return _fitted(titles, rows, width, caption=_legend(found))
+
+
+def _fitted(
+    titles: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, caption: str, **options: str
+) -> Table:
+    """Return a table of a method, numbers and a verdict, without the columns that there is no room for."""
+    wide = [max(_width(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
+    kept = list(range(len(titles)))
+
+    def needed() -> int:
+        return min(wide[0], _METHOD) + sum(wide[column] + 1 for column in kept[1:]) + 1
+
+    missing = [title for title in _LEFT_OUT if title in titles]
+    out = []
+    while needed() > width and missing:
+        title = missing.pop(0)
+        out.append(title.replace("\n", " "))
+        kept.remove(list(titles).index(title))
+    if out:
+        caption += f" A wider terminal also shows: {', '.join(out)}."
+    table = _table(caption=caption, **options)
+    room = width - sum(wide[column] + 1 for column in kept[1:]) - 1
+    table.add_column("method", overflow="fold", max_width=max(room, 12))
+    for column in kept[1:]:
+        title = titles[column].replace("its speed", "speed")
+        table.add_column(title, justify="left" if title == "verdict" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[column] for column in kept))
     return table
+
+
+def _width(cell: str | Text) -> int:
+    return max(map(len, (cell.plain if isinstance(cell, Text) else cell).split("\n")))
 
 
 _GENERATION = (
@@ -81,25 +119,23 @@ _GENERATION = (
 )
 _PAGE_ONLY = ("perplexity", "exact", "attention of it")  # columns for which 100 characters are too few
 _SHORT = {
-    "context": "after", "same token": "same", "facts kept": "facts", "its speed": "speed", "attention": "attn.",
+    "context": "after", "same token": "same", "facts kept": "facts", "attention": "attn.",
     "keys read": "keys", "faster from": "from",
 }  # fmt: skip
 
 
-def generation_tables_of(found: Comparison) -> list[Table]:
+def generation_tables_of(found: Comparison, width: int = 100) -> list[Table]:
     """Return the tables of generation: what it does, and what it costs."""
     made = []
     for (name, titles, rows), caption in zip(generation_tables(found), _GENERATION, strict=False):
         shown = [title for title in titles if title not in _PAGE_ONLY]
-        table = _table(title=f"Generation: {name[0].lower()}{name[1:]}", caption=caption.format(rule=_rule(found)))
-        table.add_column("method", overflow="fold", max_width=30)
-        for title in shown[1:]:
-            table.add_column(_SHORT.get(title, title), justify="left" if title == "verdict" else "right", no_wrap=True)
+        lines: list[list[str | Text]] = []
         for cells in rows:
             held = dict(zip(titles, cells, strict=True))
-            words = [_WORDS[held[title].text] if title == "verdict" else held[title].text for title in shown]
-            table.add_row(*words)
-        made.append(table)
+            lines.append([_WORDS[held[title].text] if title == "verdict" else held[title].text for title in shown])
+        title = f"Generation: {name[0].lower()}{name[1:]}"
+        short = [_SHORT.get(each, each) for each in shown]
+        made.append(_fitted(short, lines, width, caption=caption.format(rule=_rule(found)), title=title))
     return made
 
 
@@ -108,25 +144,26 @@ def _rule(found: Comparison) -> str:
     return f"{found.metric} within {percentage(found.tolerance)}{kept}"
 
 
-def layer_table(found: Comparison) -> Table:
+def layer_table(found: Comparison, width: int = 100) -> Table:
     """Return the error of each layer, or of the worst, and how well the method's error bar ranks the true errors."""
     rows = [row for row in found.rows if row.layers]
     count = max(len(row.layers) for row in rows)
+    most = _SHOWN if width >= 100 else _SHOWN // 2
     table = _table(
         title="Attention error by layer",
         caption="Error bar: rank correlation of the error that the method predicts for each query with the true one "
         "(1: it knows which rows are worst). Head: the worst of all layers, as layer.head. *: an oracle.",
     )
     table.add_column("method", overflow="fold", max_width=38)
-    names = [str(i) for i in range(count)] if count <= _SHOWN else ["worst layers"]
+    names = [str(i) for i in range(count)] if count <= most else ["worst layers"]
     for name in (*names, "mean", "head"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         star = " *" if row.verdict == ORACLE else ""
-        table.add_row(row.method + star, *_by_layer([x.total for x in row.layers], count), _worst_head(row))
+        table.add_row(row.method + star, *_by_layer([x.total for x in row.layers], count, most), _worst_head(row))
         bars = [layer.bar for layer in row.layers if layer.bar is not None]
         if bars:
-            cells = [f"{bar:.2f}" for bar in bars] if count <= _SHOWN else [f"{min(bars):.2f} at least"]
+            cells = [f"{bar:.2f}" for bar in bars] if count <= most else [f"{min(bars):.2f} at least"]
             table.add_row("  its error bar", *cells, f"{sum(bars) / len(bars):.2f}", "", style="dim")
     return table
 
@@ -138,9 +175,9 @@ def _table(**options: str) -> Table:
     )  # fmt: skip
 
 
-def _by_layer(errors: list[float], count: int) -> list[str]:
+def _by_layer(errors: list[float], count: int, most: int) -> list[str]:
     mean = _error(sum(errors) / len(errors))
-    if count <= _SHOWN:
+    if count <= most:
         return [*(_error(x) for x in errors), *[""] * (count - len(errors)), mean]
     worst = sorted(range(len(errors)), key=lambda i: -errors[i])[:3]
     return ["  ".join(f"{i}: {_error(errors[i])}" for i in worst), mean]

@@ -9,8 +9,10 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
+from sparing.progress import ProgressLines, reporting
 from sparing.report.printable import printable
 
 
@@ -24,6 +26,16 @@ class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; a table may be wider than the terminal: a line that wraps is better than a number that is cut off."""
+        width = self.width
+        needed = [Terminal(width=1000).measure(each).minimum for each in objects if isinstance(each, Table)]
+        self.width = max([width, *needed])
+        try:
+            super().print(*objects, **options)
+        finally:
+            self.width = width
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Turn a string into rich's text; also called to measure it, so that columns are as wide as what is shown."""
         return super().render_str(printable(text), **options)
@@ -36,10 +48,17 @@ class Terminal(Console):
 
 @contextmanager
 def progress(
-    console: Terminal, first: str, *more: ProgressColumn, disable: bool = False
+    console: Terminal, first: str, *more: ProgressColumn, quiet: bool = False
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar while a block runs; yield what takes its text, the steps that are done, and all steps."""
+    """Show a bar while a block runs; yield what takes its text, the steps that are done, and all steps.
+
+    Where the console is no terminal, log lines are written instead, at most one in ten seconds. quiet: nothing is.
+    """
+    if quiet or not console.is_terminal:
+        with reporting(False if quiet else ProgressLines(console.file)) as tell:
+            yield tell
+        return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), *more)
-    with Progress(*columns, console=console, transient=True, disable=disable) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(first, total=None)
         yield lambda text, done, steps: bar.update(task, description=printable(text), completed=done, total=steps)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparing.contract import method as _method
 from sparing.documents import Documents
 from sparing.models import Subject
+from sparing.progress import Progress, reporting
 from sparing.store import Store
 from sparing.transformers.find import find
 from sparing.transformers.recipe import WHEN
@@ -58,7 +59,7 @@ def compare(
     jobs: int | None = None,
     backend: str | None = None,
     threads: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
+    progress: Progress | bool = True,
 ) -> Comparison:
     """Measure methods in all layers of a Hugging Face model, on texts, on this machine.
 
@@ -88,6 +89,8 @@ def compare(
     cache: a folder (or a `Store`) that keeps each measurement, so that a stopped run resumes; None keeps nothing.
     jobs, backend: as in joblib, for the errors; None is one process per core. Each works with one thread, so that the
         numbers do not depend on them. Times are measured afterwards, alone, with `threads` (None: as torch has it).
+    progress: True: a line on standard error with the time left; log lines, at most one in ten seconds, where that is no
+        terminal. False: nothing. A function takes what was done, the steps that are done, and all steps.
 
     >>> found = sparing.compare("minilm", methods=["window(size=8)"], length=64, documents=3, jobs=1, lengths=False)
     >>> found.rows[0].verdict
@@ -140,15 +143,15 @@ def compare(
     drawn: tuple[HeadMap, ...] = ()
     generated: tuple[GenerationRow, ...] = ()
     padding, words = 0.0, []
-    with evaluating(subject.model):
+    with reporting(progress) as tell, evaluating(subject.model):
         if lengths_of and generating and named:
             generated = Generations(
                 subject, store, here, when=generating, metric=metric, tolerance=tolerance, seeds=seeds,
-                progress=progress,
+                progress=tell,
             ).rows(all_texts, named, lengths_of, documents or PASSAGES, cases)  # fmt: skip
             words.append(generation_summary(generated))
         if "prefill" in modes:
-            sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=progress)
+            sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=tell)
             found = sweep.qualities(workers, backend)
             times = sweep.seconds()
             points = sweep.points() if lengths else {}
@@ -161,7 +164,7 @@ def compare(
                 for spec in specs
             )
             if causal and metric in (None, "needle"):
-                runs = FactRuns(subject, store, here, lambda text: progress(text, sweep.steps, sweep.steps))
+                runs = FactRuns(subject, store, here, lambda text: tell(text, sweep.steps, sweep.steps))
                 table = _with_facts(table, runs, given.tokens, cases, tolerance if metric == "needle" else None)
             words.append(summary(table, len(given.rows), given.tokens, tolerance, chosen.words))
     return Comparison(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from sparing.contract import method as _method
 from sparing.documents import Documents, default
 from sparing.models import Subject
+from sparing.progress import Progress, reporting
 from sparing.store import Store
 from sparing.transformers.recipe import WHEN
 from sparing.workbench.comparison.generation import CONTEXTS, MODES, contexts_for
@@ -51,7 +52,7 @@ def plan(
     dtype: str = "auto",
     cache: str | Path | Store | None = None,
     jobs: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda text, done, steps: None,
+    progress: Progress | bool = True,
 ) -> Plan:
     """Choose what each attention layer runs, so that with this confidence a share `coverage` of documents like these
     changes by no more than the tolerance, and the model gains on this machine; or say why it should stay exact.
@@ -68,7 +69,7 @@ def plan(
     methods: specs; None: every training-free method that fits, with a few budgets.
     length, extend_positions, cache, jobs: as for `compare`; of these, generation takes `cache` only.
     seed: of the draw and split of documents, and of methods that draw random numbers; the recipe keeps it.
-    rounds: of the timings of the model; None: 7. Generation takes none.
+    rounds: of the timings of the model; None: 7. Generation takes none. progress: as for `compare`.
 
     >>> found = sparing.plan("minilm", tolerance=1e-6, methods=["window(size=8)"], length=16, rounds=1, jobs=1)
     >>> found.recipe.layers  # none is that close to exact attention
@@ -122,9 +123,9 @@ def plan(
     chosen = _metric(given.subject, metric)
     causal = given.subject.kind == "language model"
     specs = named or [spec for spec in ladder(given.tokens, causal=causal) if not _method(spec).oracle]
-    with evaluating(given.subject.model):
+    with reporting(progress) as tell, evaluating(given.subject.model):
         goal = PlanGoal(promise, chosen, objective, seed, rounds)
-        return Planner(given, goal, store, here, progress).plan(specs, workers)
+        return Planner(given, goal, store, here, tell).plan(specs, workers)
 
 
 def _refuse_unused(when: str, metric: str | None, **options: float | None) -> None:
@@ -144,7 +145,7 @@ def _refuse_unused(when: str, metric: str | None, **options: float | None) -> No
 def _generating(
     subject: Subject, data: Documents, promise: Promise, named: list[str] | None, metric: str | None, when: str,
     context: int | None, documents: int | None, seed: int, objective: str, cache: str | Path | Store | None,
-    progress: Callable[[str, int, int], None],
+    progress: Progress | bool,
 ) -> Plan:  # fmt: skip
     """Plan the tokens that continue a prompt."""
     chosen = "perplexity" if metric is None else metric
@@ -161,10 +162,10 @@ def _generating(
     (length,) = contexts_for(subject, data.texts, [CONTEXTS[0] if context is None else context], name="context")
     store, here = Store.of(cache), machine()
     store.prepare()
-    planner = GenerationPlanner(
-        subject, data, promise, store, here, metric=chosen, when=when, seed=seed, progress=progress
-    )
-    with evaluating(subject.model):
+    with reporting(progress) as tell, evaluating(subject.model):
+        planner = GenerationPlanner(
+            subject, data, promise, store, here, metric=chosen, when=when, seed=seed, progress=tell
+        )
         return planner.plan(named or list(generation_ladder(length)), length, documents, DOCUMENTS)
 
 
