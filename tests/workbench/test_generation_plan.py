@@ -76,7 +76,10 @@ def test_nothing_that_is_faster_is_mild_enough(speeds):
     assert found.reason.startswith("Keep exact attention: no candidate leaves enough room")
     assert found.recipe.layers == {}
     slow = run(methods=["multipole(tolerance=0.01)"])
-    assert slow.reason.startswith("Keep exact attention: no candidate's tokens are faster after 60 others here")
+    assert slow.reason.startswith("Keep exact attention: no candidate's tokens are sure to be faster after 60 others")
+    kept = run(methods=["multipole(tolerance=0.01)"], keep=True)
+    assert kept.holds
+    assert "That is no gain for sure" in kept.reason
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_a_plan_of_a_small_model(times, tmp_path):
     assert found.held_out.step == found.step
     assert found.reason == (
         f"Approximate {len(found.recipe.layers)} of 4 attention layers: all 9 held-out documents stay within 30.00% "
-        f"(change of the perplexity), and the model is {found.gain.median:.2f}x as fast."
+        f"(change of the perplexity), and the model is {found.gain.median:.2f}x as fast (quartiles "
+        f"{found.gain.low:.2f}x and {found.gain.high:.2f}x)."
     )
     # The figures are those of the recipe, in the model.
     rows = one.encode(random_order(texts())[5:], 1024)[0]
@@ -146,8 +147,9 @@ def test_nothing_is_faster(times, tmp_path):
     found = run(one)
     assert not found.holds
     assert found.reason == (
-        f"Keep exact attention: no candidate's attention is faster than exact attention at {typical()} tokens here "
-        "(best: window(size=2), 1.03x as fast)."
+        "Keep exact attention: no candidate's attention is sure to be faster than exact attention at "
+        f"{typical()} tokens here: the best, window(size=2), is 1.03x as fast (quartiles 1.03x and 1.03x); the lower "
+        "quartile must exceed 1.03x."
     )
     assert times["models"] == [], "no further work"
     found.recipe.save(file)
@@ -179,11 +181,17 @@ def test_what_is_within_the_tolerance_is_not_faster_end_to_end(times):
     assert not found.holds
     assert found.recipe.layers == {}
     assert found.reason == (
-        "Keep exact attention: what stays within the tolerance on the calibration documents is no gain end to end "
-        f"({found.gain.median:.2f}x as fast)."
+        "Keep exact attention: with what stays within the tolerance on the calibration documents the model is "
+        f"{found.gain.median:.2f}x as fast (quartiles {found.gain.low:.2f}x and {found.gain.high:.2f}x); the lower "
+        "quartile must exceed 1.03x. keep=True (--keep) checks it on held-out documents and returns it all the same."
     )
     assert found.checks == ()
     assert found.recipe.about["gain"] is None, "the recipe that is written has none"
+    kept = run(subject(), keep=True)
+    assert kept.holds
+    assert kept.held_out.violations == 0
+    assert "all 9 held-out documents stay within" in kept.reason
+    assert kept.reason.endswith("That is no gain for sure: the lower quartile must exceed 1.03x.")
 
 
 def test_no_step_is_within_the_tolerance(times):
@@ -398,12 +406,26 @@ def test_the_command_writes_the_empty_recipe_too(times, lines, capsys, tmp_path)
     file = tmp_path / "recipe.json"
     assert main(["plan", *lines, "--methods", "window(size=4, sinks=1)", "--out", str(tmp_path), "--no-cache"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Keep exact attention: no candidate's attention is faster")
+    assert out.startswith("Keep exact attention: no candidate's attention is sure to be faster")
     assert "of documents like these change by" in " ".join(out.split())
     assert f"wrote {file}, {tmp_path / 'plan.json'}; it leaves every layer exact" in out
     assert sparing.Recipe.load(file).layers == {}
     assert main(["show", str(file)]) == 0
     assert "Keep exact attention" in capsys.readouterr().out
+
+
+def test_an_empty_recipe_replaces_one_with_layers_only_if_told_to(times, lines, capsys, tmp_path):
+    times["calls"] = {"window(size=4, sinks=1)": 0.5}
+    file = tmp_path / "recipe.json"
+    sparing.Recipe({"layers.0.self_attn": "window(size=4)"}).save(file)
+    given = ["plan", *lines, "--methods", "window(size=4, sinks=1)", "--out", str(tmp_path), "--no-cache"]
+    before = file.read_bytes()
+    assert main(given) == 0
+    assert f"wrote nothing: {file} holds a recipe with layers" in capsys.readouterr().out
+    assert file.read_bytes() == before
+    assert not (tmp_path / "plan.json").exists()
+    assert main([*given, "--replace"]) == 0
+    assert sparing.Recipe.load(file).layers == {}
 
 
 @pytest.mark.parametrize(

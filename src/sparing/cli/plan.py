@@ -61,6 +61,12 @@ def add(commands: Any) -> None:
         help="language models: plan prompts, layer by layer (prefill, the default), tokens that continue them "
         "(decode), or both (always)",
     )  # fmt: skip
+    parser.add_argument(
+        "--keep", action="store_true", help="also write a recipe that keeps the promise though its gain is not shown"
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="let an empty recipe replace one with layers in the folder of --out"
+    )
     parser.add_argument("--context", type=int, metavar="N", help="plan tokens that continue N others (default: 2000)")
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="number of timed rounds (default: 7; not for generation)"
@@ -79,6 +85,15 @@ def add(commands: Any) -> None:
     renamed(parser, "-o", "--output", new="--out FOLDER, which gets recipe.json")
 
 
+def _has_layers(recipe: Path) -> bool:
+    from sparing.transformers.recipe import Recipe
+
+    try:
+        return bool(Recipe.load(recipe).layers)
+    except (OSError, ValueError):  # there is none, or it cannot be used anyhow
+        return False
+
+
 def run(options: argparse.Namespace) -> int:
     """Plan, print and write."""
     with needs_cli():
@@ -95,10 +110,18 @@ def run(options: argparse.Namespace) -> int:
             options.model, texts, tolerance=options.tolerance, metric=options.metric, objective=options.objective,
             coverage=options.coverage, confidence=options.confidence, methods=specs, length=options.length,
             documents=options.documents, extend_positions=options.extend_positions, seed=options.seed,
-            rounds=options.rounds, when=options.when, context=options.context, dtype=options.dtype,
+            rounds=options.rounds, when=options.when, context=options.context, keep=options.keep, dtype=options.dtype,
             jobs=options.jobs, cache=cache_of(options), progress=progress,
         )  # fmt: skip
     console = console_of()
+    if not found.holds and not options.replace and _has_layers(recipe):
+        show(found, console=console)
+        console.print(
+            f"wrote nothing: {recipe} holds a recipe with layers, and this one has none; --replace writes it, --out "
+            "names another folder",
+            soft_wrap=True,
+        )
+        return 0
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         saved = json.dumps(found.recipe.with_checksum(), indent=2) + "\n"

@@ -22,6 +22,7 @@ class PlanGoal:
     objective: str  #: "time" or "memory"
     seed: int
     rounds: int  #: of the timings of the model
+    keep: bool  #: return a recipe that keeps the promise though its gain is not shown
 
 
 @dataclass(frozen=True, eq=False)

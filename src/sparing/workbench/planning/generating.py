@@ -139,10 +139,10 @@ class GenerationPlanner:
 
     def __init__(
         self, subject: Subject, data: Documents, promise: Promise, store: Store, here: dict[str, Any], *,
-        metric: str, when: str, seed: int, progress: Callable[[str, int, int], None],
+        metric: str, when: str, seed: int, keep: bool, progress: Callable[[str, int, int], None],
     ) -> None:  # fmt: skip
         self.subject, self.data, self.promise, self.store, self.here = subject, data, promise, store, here
-        self.metric, self.when, self.seed, self.progress = metric, when, seed, progress
+        self.metric, self.when, self.seed, self.keep, self.progress = metric, when, seed, keep, progress
         self.of: dict[str, Any] = {
             "model": subject.fingerprint, "versions": [here["torch"], here["transformers"], here["sparing"]],
         }  # fmt: skip
@@ -165,7 +165,8 @@ class GenerationPlanner:
         gains = {spec: self._gain(rows[0], spec) for spec in specs}
         candidates = tuple(Candidate(spec, gain, is_gain(gain)) for spec, gain in gains.items())
         known = {spec: gain for spec, gain in gains.items() if gain is not None}
-        useful = sorted((spec for spec, gain in known.items() if is_gain(gain)), key=lambda spec: known[spec].median)
+        useful = [spec for spec, gain in known.items() if self.keep or is_gain(gain)]
+        useful.sort(key=lambda spec: known[spec].median)
         found: dict[str, Any] = {
             "candidates": candidates, "damages": {}, "steps": len(useful), "step": 0, "calibration": None,
             "checks": (), "ceiling": known[useful[-1]] if useful else None, "gain": None,

@@ -49,6 +49,7 @@ def plan(
     rounds: int | None = None,
     when: str | None = None,
     context: int | None = None,
+    keep: bool = False,
     dtype: str = "auto",
     cache: str | Path | Store | None = None,
     jobs: int | None = None,
@@ -66,6 +67,7 @@ def plan(
     when: "prefill" (None) plans prompts, layer by layer. "decode" and "always" plan the tokens that continue a prompt
         of `context` tokens (None: 2000), with one method for all layers; "needle" means "decode" unless this is given.
     objective: "time", or "memory" for the peak of a run.
+    keep: return a recipe that keeps the promise though its gain is not shown; by default the model stays exact then.
     methods: specs; None: every training-free method that fits, with a few budgets.
     length, extend_positions, cache, jobs: as for `compare`; of these, generation takes `cache` only.
     seed: of the draw and split of documents, and of methods that draw random numbers; the recipe keeps it.
@@ -101,7 +103,7 @@ def plan(
     if when in MODES:
         return _generating(
             subject_of(model, tokenizer, dtype), data, promise, named, metric, when, context, documents, seed,
-            objective, cache, progress,
+            objective, keep, cache, progress,
         )  # fmt: skip
     if context is not None:
         raise ValueError(f"context={context} is for generation: pass when='decode' or 'always'")
@@ -124,7 +126,7 @@ def plan(
     causal = given.subject.kind == "language model"
     specs = named or [spec for spec in ladder(given.tokens, causal=causal) if not _method(spec).oracle]
     with reporting(progress) as tell, evaluating(given.subject.model):
-        goal = PlanGoal(promise, chosen, objective, seed, rounds)
+        goal = PlanGoal(promise, chosen, objective, seed, rounds, keep)
         return Planner(given, goal, store, here, tell).plan(specs, workers)
 
 
@@ -144,8 +146,8 @@ def _refuse_unused(when: str, metric: str | None, **options: float | None) -> No
 
 def _generating(
     subject: Subject, data: Documents, promise: Promise, named: list[str] | None, metric: str | None, when: str,
-    context: int | None, documents: int | None, seed: int, objective: str, cache: str | Path | Store | None,
-    progress: Progress | bool,
+    context: int | None, documents: int | None, seed: int, objective: str, keep: bool,
+    cache: str | Path | Store | None, progress: Progress | bool,
 ) -> Plan:  # fmt: skip
     """Plan the tokens that continue a prompt."""
     chosen = "perplexity" if metric is None else metric
@@ -164,7 +166,7 @@ def _generating(
     store.prepare()
     with reporting(progress) as tell, evaluating(subject.model):
         planner = GenerationPlanner(
-            subject, data, promise, store, here, metric=chosen, when=when, seed=seed, progress=tell
+            subject, data, promise, store, here, metric=chosen, when=when, seed=seed, keep=keep, progress=tell
         )
         return planner.plan(named or list(generation_ladder(length)), length, documents, DOCUMENTS)
 

@@ -39,7 +39,7 @@ class Planner:
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.given, self.here, self.progress = given, here, progress
-        self.promise, self.metric, self.objective = goal.promise, goal.metric, goal.objective
+        self.promise, self.metric, self.objective, self.keep = goal.promise, goal.metric, goal.objective, goal.keep
         self.now, self.done, self.steps = "", 0, 1
         documents = [fingerprint([ids]) for ids in given.rows]
         count = calibrating(len(documents))
@@ -114,13 +114,13 @@ class Planner:
         self.found |= {"steps": last, "calibration": shown}
         if not step:
             return self._exact(words.no_step(shown, self.promise, self.metric.words))
-        if not self._gains(steps[step]):  # before the check, which takes longer
+        if not self._gains(steps[step]) and not self.keep:  # before the check, which takes longer
             return self._exact(words.no_gain(self.found["gain"], self.objective))
         held, checks = check(step, functools.partial(changes, self.held_out, "held-out documents"), self.promise)
         self.found |= {"checks": checks, "step": held}
         if not held:
             return self._exact(words.not_held(checks, self.promise))
-        if not self._gains(steps[held]):
+        if not self._gains(steps[held]) and not self.keep:
             return self._exact(words.no_gain(self.found["gain"], self.objective))
         return self._result("", steps[held])
 

@@ -8,17 +8,21 @@ from collections.abc import Mapping, Sequence
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Candidate, Plan
 from sparing.workbench.planning.search import StepFigures
-from sparing.workbench.timing import Interval
+from sparing.workbench.timing import MARGIN, Interval
 
 KEEP = "Keep exact attention: "
 _LESS = {"time": "faster", "memory": "smaller in memory"}
 
 
+_NEEDED = f"the lower quartile must exceed {MARGIN}x"
+_OFFER = " keep=True (--keep) checks it on held-out documents and returns it all the same."
+
+
 def how_much(gain: Interval, objective: str) -> str:
-    """Return a gain in words."""
+    """Return a gain in words, with its quartiles."""
     if objective == "time":
-        return f"{gain.median:.2f}x as fast"
-    return f"at {1 / gain.median:.0%} of the memory"
+        return f"{gain.median:.2f}x as fast (quartiles {gain.low:.2f}x and {gain.high:.2f}x)"
+    return f"{gain.median:.2f}x as small in memory (quartiles {gain.low:.2f}x and {gain.high:.2f}x)"
 
 
 def no_candidate(candidates: Sequence[Candidate], tokens: int, objective: str) -> str:
@@ -28,8 +32,8 @@ def no_candidate(candidates: Sequence[Candidate], tokens: int, objective: str) -
         return f"{KEEP}no candidate can run in this model."
     _, gain, best = max(raced)
     return (
-        f"{KEEP}no candidate's attention is {_LESS[objective]} than exact attention at {tokens} tokens here (best: "
-        f"{best}, {how_much(gain, objective)})."
+        f"{KEEP}no candidate's attention is sure to be {_LESS[objective]} than exact attention at {tokens} tokens "
+        f"here: the best, {best}, is {how_much(gain, objective)}; {_NEEDED}."
     )
 
 
@@ -37,7 +41,7 @@ def no_ceiling(ceiling: Interval, tokens: int, objective: str) -> str:
     """Say that attention is too small a part of the model."""
     return (
         f"{KEEP}even with what saves most in every layer the model is {how_much(ceiling, objective)} at {tokens} "
-        "tokens here, which is no gain."
+        f"tokens here; {_NEEDED}."
     )
 
 
@@ -68,10 +72,10 @@ def no_step(first: StepFigures, promise: Promise, words: str) -> str:
 
 
 def no_gain(gain: Interval, objective: str) -> str:
-    """Say that the recipe within the tolerance gains nothing end to end."""
+    """Say that the recipe within the tolerance is not sure to gain anything end to end."""
     return (
-        f"{KEEP}what stays within the tolerance on the calibration documents is no gain end to end "
-        f"({how_much(gain, objective)})."
+        f"{KEEP}with what stays within the tolerance on the calibration documents the model is "
+        f"{how_much(gain, objective)}; {_NEEDED}.{_OFFER}"
     )
 
 
@@ -87,11 +91,14 @@ def not_held(checks: Sequence[StepFigures], promise: Promise) -> str:
 
 def no_token(candidates: Sequence[Candidate], context: int) -> str:
     """Say that no candidate makes a generated token faster."""
-    raced = [(one.gain.median, one.method) for one in candidates if one.gain is not None]
+    raced = [(one.gain.median, one.gain, one.method) for one in candidates if one.gain is not None]
     if not raced:
         return f"{KEEP}no candidate can continue a cache of this model."
-    speed, best = max(raced)
-    return f"{KEEP}no candidate's tokens are faster after {context} others here (best: {best}, {speed:.2f}x as fast)."
+    _, gain, best = max(raced)
+    return (
+        f"{KEEP}no candidate's tokens are sure to be faster after {context} others here: the best, {best}, is "
+        f"{how_much(gain, 'time')}; {_NEEDED}.{_OFFER}"
+    )
 
 
 def no_mild(last: StepFigures, metric: str) -> str:
@@ -129,8 +136,12 @@ def token_success(plan: Plan) -> str:
         said = f"{kept} of {held.documents} held-out passages stay within {plan.promise.tolerance:.2%} ({plan.words})"
     return (
         f"Approximate {len(plan.recipe.layers)} of {len(plan.layers)} attention layers with when={plan.recipe.when!r}: "
-        f"{said}, and a token after {plan.tokens} others is {how_much(gain, plan.objective)}."
+        f"{said}, and a token after {plan.tokens} others is {how_much(gain, plan.objective)}.{_doubt(gain)}"
     )
+
+
+def _doubt(gain: Interval) -> str:
+    return "" if gain.low > MARGIN else f" That is no gain for sure: {_NEEDED}."
 
 
 def success(plan: Plan) -> str:
@@ -143,4 +154,5 @@ def success(plan: Plan) -> str:
     return (
         f"Approximate {len(plan.recipe.layers)} of {len(plan.layers)} attention layers: {count} held-out documents "
         f"stay within {plan.promise.tolerance:.2%} ({plan.words}), and the model is {how_much(gain, plan.objective)}."
+        f"{_doubt(gain)}"
     )
