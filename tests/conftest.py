@@ -12,6 +12,12 @@ def _busy_machine(monkeypatch):
     monkeypatch.setattr("sparing.workbench.timing.SPREAD", math.inf)
 
 
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch):
+    """Worker processes of pytest have a width, as if there were a terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="session")
 def minilm_layers():
     """Six layers, one text of 128 tokens: `query`, `key` [1, 12, 128, 32] and `value`, a Projection."""
