@@ -76,7 +76,7 @@ FILES = {
     "comparison": (lambda: example(maps=()).to_json(), "window(size=64, sinks=1)"),
     "plan": (lambda: plan().to_json(), "1 of 2 layers runs a window."),
     "recipe": (lambda: json.dumps(sparing.Recipe(LAYERS, about={"data": "mine"}).to_dict()), "data: mine"),
-    "benchmark": (lambda: to_json(bench()), "a fact: 1.50x"),
+    "benchmark": (lambda: to_json(bench()), "not measured: SDPA float32, forward, 64 tokens: too long"),
     "study": (study_result, "value-aware-example: "),
     "training run": (training_result, "best accuracy 0.5 at step 2, better than 0.1"),
     "training run's settings": (

@@ -15,7 +15,9 @@ from sparing.cli.main import main
 from sparing.contract import _REGISTRY
 from sparing.methods.exact import Exact
 from sparing.report.bench import head, notes, show
-from sparing.report.bench_files import plot, read_json, write
+from sparing.report.bench_files import read_json, write
+from sparing.report.bench_plot import figure, plot
+from sparing.report.terminal import Terminal
 from sparing.workbench import memory
 from sparing.workbench.benchmark import bench as benchmark
 from sparing.workbench.benchmark import facts, gate, peers, results
@@ -82,8 +84,8 @@ def run():
         return bench(BenchSettings(methods=("nystrom(landmarks=8)", "monte_carlo", "yoso(hashes=2)"), **TINY))
 
 
-def printed(found, capsys):
-    show(found)
+def printed(found, capsys, *, targets=False):
+    show(found, targets=targets)
     return capsys.readouterr().out
 
 
@@ -134,7 +136,8 @@ def test_tables_hold_ratios_times_and_crossovers(run, capsys):
     out = printed(run, capsys)
     for word in ("nystrom(landmarks=8)", "monte_carlo(alpha=0.2) +", "bf16 ", "crossover", "forward+backward", "KiB"):
         assert word in out, f"{word!r} is missing in\n{out}"
-    assert "this run can judge none" in out
+    assert "target" not in out, "targets are for developers"
+    assert "this run can judge none" in printed(run, capsys, targets=True)
     assert "Every method agrees with its reference, at 64 tokens" in out
     ratio = run.ratio("nystrom(landmarks=8)", SDPA, 64, "forward")
     assert f"{ratio.speed.median:.2f}x" in out
@@ -154,6 +157,45 @@ def test_json_gives_back_an_equal_run(run, tmp_path):
     path.write_text(json.dumps({**data, "duration": data["duration"] + 1}))
     with pytest.raises(ValueError, match=r"bench\.json: the checksum does not match"):
         read_json(path)
+
+
+def test_the_plot_shows_speed_over_the_length_with_ticks_and_names_that_read(run):
+    pytest.importorskip("matplotlib.figure")
+    lengths, specs = (512, 1024, 65536), ("nystrom(landmarks=8)", "window(size=8)")
+    ratios = [
+        Ratio(method=spec, against=SDPA, length=n, part="forward", speed=Interval(x, 0.9 * x, 1.1 * x))
+        for spec in specs
+        for n, x in zip(lengths, (0.5, 2.0, 80.0), strict=True)
+    ]
+    settings = replace(run.settings, methods=specs, lengths=lengths, backward=False)
+    (axes,) = figure(replace(run, settings=settings, ratios=ratios, timings=[])).axes
+    assert axes.get_ylabel() == "times as fast as exact attention"
+    assert [each.get_text() for each in axes.get_xticklabels()] == ["512", "1k", "64k"]
+    assert [each.get_text() for each in axes.get_yticklabels()] == [
+        "0.5x",
+        "1x",
+        "2x",
+        "5x",
+        "10x",
+        "20x",
+        "50x",
+        "100x",
+    ]
+    assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[0.5, 2.0, 80.0]] * 2
+    names = {each.get_text(): each.xyann[1] for each in axes.texts}
+    assert set(names) == {"nystrom", "window"}
+    assert abs(names["nystrom"] - names["window"]) > 0.03, "two lines that end in one place"
+
+
+def test_a_table_that_is_too_wide_is_split_by_length(run, capsys):
+    settings = replace(run.settings, lengths=tuple(2**n for n in range(9, 17)))
+    for width in (80, 100, 200):
+        show(replace(run, settings=settings), console=Terminal(width=width))
+        out = capsys.readouterr().out
+        table = [line for line in out.splitlines() if "crossover" in line or line.startswith("nystrom")]
+        assert max(map(len, table)) <= width
+        assert all(f" {length}" in out for length in settings.lengths)
+        assert out.count("Crossover: from there on") == len(settings.passes), "each is explained once"
 
 
 def test_figures_and_plot_are_both_written_or_none(run, tmp_path, monkeypatch):
@@ -316,7 +358,8 @@ def made_up(ratio):
 
 
 def test_targets_are_judged(capsys):
-    out = printed(made_up(3.0), capsys)
+    assert not {"target", "met", "SHORT"} & set(printed(made_up(3.0), capsys).split())
+    out = printed(made_up(3.0), capsys, targets=True)
     assert "2 of 4 targets met" in out
     assert "short of its target: yoso(hashes=32) forward at 4096: 3x, target 7x" in out
     assert "target not measured: yoso(hashes=32) forward at 16384: >=25x" in out
@@ -385,8 +428,8 @@ def test_figures_beside_the_table_are_held_to_their_targets(run, capsys):
         Fact(name="lost", value=None, why="no clock", at_least=1.0),
     ]
     assert [fact.met for fact in held] == [True, False, None]
-    out = printed(replace(run, facts=held), capsys)
-    assert "growth: 1.50x (1.40-1.60; <=1.5 met)" in out
+    out = printed(replace(run, facts=held), capsys, targets=True)
+    assert "growth: 1.50 (1.40-1.60; <=1.5 met)" in out, "no x: less is better"
     assert "gain: 1.50x (1.40-1.60; >=1.51 SHORT)" in out
     assert "lost: no clock" in out
 
@@ -399,7 +442,7 @@ def test_the_fastest_public_implementation_is_the_one_that_counts(run, capsys):
         Ratio(method=spec, against=f"{name} for {spec}", length=4096, part="forward", speed=Interval(x, x, x))
         for name, x in (("slow", 9.0), ("quick", 2.9))
     ]
-    out = printed(replace(run, settings=settings, peers=rivals, ratios=ratios, timings=[]), capsys)
+    out = printed(replace(run, settings=settings, peers=rivals, ratios=ratios, timings=[]), capsys, targets=True)
     assert f"2.90x against quick for {spec}, forward, 4096 tokens (>=3 SHORT)" in " ".join(out.split())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparing.cli.files import writes
-from sparing.cli.options import add_methods, renamed
+from sparing.cli.options import add_methods, add_quiet, console_of, renamed
 
 _FILES = ("bench.json", "bench.png")
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         "public implementations.",
     )  # fmt: skip
     parser.set_defaults(run=run)
-    add_methods(parser, "those that have a target speed")
+    add_methods(parser, "those with a kernel that is meant to be fast")
     parser.add_argument(
         "--lengths", nargs="+", metavar="N", help="sequence lengths (default: powers of two from 512 to 65536)"
     )
@@ -47,6 +47,10 @@ def add(commands: Any) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
         help="type of the inputs of methods (default: float32); SDPA is timed in float32 and bfloat16",
     )  # fmt: skip
+    parser.add_argument(
+        "--targets", action="store_true", help="also print the speeds that developers aim at, and whether they are met"
+    )
+    add_quiet(parser)
     writes(
         parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,
         help=f"write {' and '.join(_FILES)} to FOLDER (default: out)",
@@ -81,12 +85,14 @@ def run(options: argparse.Namespace) -> int:
         **({"lengths": _numbers(options.lengths)} if options.lengths else {}),
     )  # fmt: skip
     console = Terminal(stderr=True)
-    with progress(console, "starting", TimeElapsedColumn()) as tell:
+    with progress(console, "starting", TimeElapsedColumn(), quiet=options.quiet) as tell:
         result = bench(settings, progress=tell)
     try:
         written, why = write(result, *(Path(options.out) / name for name in _FILES))
     finally:  # a full disk is no reason to hide what was measured
-        show(result)
+        show(result, console=console_of(), targets=options.targets)
+    if options.quiet:
+        return 0
     if why:
         console.print(f"no plot: {why}")
     console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)

@@ -28,6 +28,9 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
     reads(parser, "file", nargs="+", metavar="FILE", help="comparison, plan, recipe, benchmark, study or training run")
     parser.add_argument("--layers", action="store_true", help="comparison: also print the errors of each layer")
+    parser.add_argument(
+        "--targets", action="store_true", help="benchmark: also print the speeds that developers aim at"
+    )
     add_import(parser)
     writes(parser, "--html", metavar="FILE", help="comparison: also write a page that needs no network")
 
@@ -35,6 +38,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Recognise each file by its content, check it, and print it."""
     console = console_of()
+    from sparing.report import bench
+    from sparing.workbench.benchmark.results import Bench
     from sparing.workbench.comparison.verdict import Comparison
 
     if options.html and len(options.file) > 1:
@@ -49,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             if isinstance(found, Comparison):
                 show_comparison(found, options, console=console)
+            elif isinstance(found, Bench):
+                bench.show(found, console=console, targets=options.targets)
             else:
                 kind.show(found, console)
         except (ValueError, TypeError) as error:
@@ -64,9 +71,9 @@ def _read(path: str, options: argparse.Namespace) -> tuple[Kind, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
     try:
         kind = _kind_of(held)
-        for option in ("layers", "html"):
-            if getattr(options, option) and kind.name != "comparison":
-                raise ValueError(f"--{option} is for comparisons, and this is a {kind.name}")
+        for option, wanted in (("layers", "comparison"), ("html", "comparison"), ("targets", "benchmark")):
+            if getattr(options, option) and kind.name != wanted:
+                raise ValueError(f"--{option} is for {wanted}s, and this is a {kind.name}")
         return kind, kind.read(held)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
 from rich import box
 from rich.table import Table
 
-from sparing.report.terminal import Terminal
+from sparing.report.terminal import Terminal, least_width
 from sparing.workbench.benchmark.results import (
     PEER_TARGET,
     PEER_TARGET_LENGTH,
@@ -21,21 +25,37 @@ from sparing.workbench.benchmark.results import (
 )
 from sparing.workbench.timing import Interval
 
+Lengths = Sequence[int]
 
-def show(bench: Bench, *, console: Terminal | None = None) -> None:
-    """Print everything. A table may be wider than the terminal: a wrapped line is better than a number cut off."""
+
+def show(bench: Bench, *, console: Terminal | None = None, targets: bool = False) -> None:
+    """Print everything; targets: also the figures that developers hold the kernels to."""
     console = console or Terminal()
     console.print(head(bench))
-    for table in tables(bench):
-        needed = Terminal(width=1000).measure(table).maximum
-        Terminal(width=max(console.width, needed), file=console.file).print(table)
-    console.print(notes(bench))
+    for table in tables(bench, console.width, targets=targets):
+        console.print(table)
+    console.print(notes(bench, targets=targets))
 
 
-def tables(bench: Bench) -> list[Table]:
-    """Return the tables: ratios for each pass, times and memory, public implementations."""
-    kinds = [_ratio_table, _cost_table, *([_peer_table] if bench.settings.peers else [])]
-    return [kind(bench, part) for kind in kinds for part in bench.settings.passes]
+def tables(bench: Bench, width: int, *, targets: bool = False) -> list[Table]:
+    """Return the tables: ratios for each pass, times and memory, public implementations.
+
+    Where all lengths are too wide, a table is made of several, each with some of them.
+    """
+    kinds: list[Callable[[Bench, Pass, Lengths], Table]]
+    kinds = [partial(_ratio_table, targets=targets), _cost_table, *([_peer_table] if bench.settings.peers else [])]
+    return [table for kind in kinds for part in bench.settings.passes for table in _split(kind, bench, part, width)]
+
+
+def _split(kind: Callable[[Bench, Pass, Lengths], Table], bench: Bench, part: Pass, width: int) -> list[Table]:
+    lengths, made = bench.settings.lengths, []
+    for each in range(len(lengths), 0, -1):
+        made = [kind(bench, part, lengths[start : start + each]) for start in range(0, len(lengths), each)]
+        if all(least_width(table) <= width for table in made):
+            break
+    for before, after in pairwise(made):
+        before.caption = after.title = None
+    return made
 
 
 def head(bench: Bench) -> str:
@@ -48,27 +68,30 @@ def head(bench: Bench) -> str:
     )
 
 
-def _table(bench: Bench, title: str, caption: str, *last: str) -> Table:
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+def _table(title: str, caption: str, lengths: Lengths, *last: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
     table.add_column("", no_wrap=True)
-    for name in (*map(str, bench.settings.lengths), *last):
+    for name in (*map(str, lengths), *last):
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
-def _ratio_table(bench: Bench, part: Pass) -> Table:
+def _ratio_table(bench: Bench, part: Pass, lengths: Lengths, *, targets: bool) -> Table:
     caption = (
-        "Time of SDPA in float32 / time of the method: median, quartiles of one run; bf16: against SDPA in bfloat16; "
-        ">= is the target. Crossover: from there on the method is faster.  -: not measured, see below."
+        "Time of SDPA in float32 / time of the method: median, quartiles of one run; above 1 is faster. bf16: against "
+        f"SDPA in bfloat16.{' >= is the target.' * targets} Crossover: from there on the method is faster.  -: not "
+        "measured, see below."
     )
-    table = _table(bench, f"Speed against exact attention, {part}", caption, "crossover")
-    targets = {(t.method, t.length): t for t in bench.targets() if t.part == part}
+    table = _table(f"Speed against exact attention, {part}", caption, lengths, "crossover")
+    wanted = {(t.method, t.length): t for t in bench.targets() if t.part == part and targets}
     for spec in bench.settings.methods:
         gate = bench.gate(spec)
         if gate is not None and not gate.passed:
-            table.add_row(spec, *["red"] * len(bench.settings.lengths), "-")
+            table.add_row(spec, *["red"] * len(lengths), "-")
             continue
-        cells = [_ratio_cell(bench, spec, n, part, targets.get((spec, n))) for n in bench.settings.lengths]
+        cells = [_ratio_cell(bench, spec, n, part, wanted.get((spec, n))) for n in lengths]
         table.add_row(spec + _mark(spec), *cells, str(bench.crossover(spec, part)))
     return table
 
@@ -89,12 +112,12 @@ def _ratio_cell(bench: Bench, spec: str, length: int, part: Pass, target: Target
     return "\n".join(lines)
 
 
-def _cost_table(bench: Bench, part: Pass) -> Table:
+def _cost_table(bench: Bench, part: Pass, lengths: Lengths) -> Table:
     caption = "Median seconds of a call, and its peak memory beyond the inputs (what the system saw, kernels included)."
-    table = _table(bench, f"Time and memory, {part}", caption)
+    table = _table(f"Time and memory, {part}", caption, lengths)
     for side in sides(bench):
         cells = []
-        for length in bench.settings.lengths:
+        for length in lengths:
             found = bench.timing(side, length, part)
             if found is None or found.seconds is None:
                 cells.append("-")
@@ -111,25 +134,25 @@ def sides(bench: Bench) -> list[str]:
     return [*own, *(name for name in known if name not in own)]
 
 
-def _peer_table(bench: Bench, part: Pass) -> Table:
+def _peer_table(bench: Bench, part: Pass, lengths: Lengths) -> Table:
     caption = (
         "Time of the public implementation / time of the method here. Their projections are replaced by the given q, "
         "k and v and take no time; Reformer's keys are its queries."
     )
-    table = _table(bench, f"Speed against public implementations, {part}", caption, "version")
+    table = _table(f"Speed against public implementations, {part}", caption, lengths, "version")
     for status in bench.peers:
         if status.peer == "-":
             continue
         against = f"{status.peer} for {status.method}"
-        found = [bench.ratio(status.method, against, n, part) for n in bench.settings.lengths]
+        found = [bench.ratio(status.method, against, n, part) for n in lengths]
         cells = ["-" if r is None else f"{_times(r.speed.median)}\n{_span(r.speed)}" for r in found]
         table.add_row(against, *cells, status.version or "not installed")
     return table
 
 
-def notes(bench: Bench) -> str:
-    """Return the lines below the tables: targets met or not, and why figures are missing."""
-    lines = [*_target_lines(bench), *_peer_target_lines(bench), *map(_fact_line, bench.facts)]
+def notes(bench: Bench, *, targets: bool = False) -> str:
+    """Return the lines below the tables: why figures are missing, and with `targets` which are met or not."""
+    lines = [*_target_lines(bench), *_peer_target_lines(bench), *map(_fact_line, bench.facts)] if targets else []
     red = [gate for gate in bench.gates if not gate.passed]
     lines += [f"RED: {g.method}: {g.detail}, at {g.length} tokens; no ratio is stated" for g in red]
     if bench.gates and not red:
@@ -202,7 +225,8 @@ def _fact_line(fact: Fact) -> str:
     if fact.met is not None:
         target = f"<={fact.at_most:g}" if fact.at_least is None else f">={fact.at_least:g}"
         verdict = f"; {target} {'met' if fact.met else 'SHORT'}"
-    return f"{fact.name}: {_times(fact.value.median)} ({_span(fact.value)}{verdict})"
+    shown = _times(fact.value.median)
+    return f"{fact.name}: {shown.rstrip('x') if fact.at_most else shown} ({_span(fact.value)}{verdict})"
 
 
 def _times(value: float) -> str:

@@ -29,8 +29,7 @@ class Terminal(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """Print; a table may be wider than the terminal: a line that wraps is better than a number that is cut off."""
         width = self.width
-        needed = [Terminal(width=1000).measure(each).minimum for each in objects if isinstance(each, Table)]
-        self.width = max([width, *needed])
+        self.width = max([width, *(least_width(each) for each in objects if isinstance(each, Table))])
         try:
             super().print(*objects, **options)
         finally:
@@ -44,6 +43,15 @@ class Terminal(Console):
         """Yield what is written, also of texts that did not come as a string."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def least_width(table: Table) -> int:
+    """Return the width that a table needs for its columns that must not wrap; they keep it from then on."""
+    wide = Terminal(width=1000)
+    for column in table.columns:
+        if column.no_wrap:
+            column.min_width = max(wide.measure(cell).maximum for cell in (column.header, *column.cells))
+    return wide.measure(table).minimum
 
 
 @contextmanager
