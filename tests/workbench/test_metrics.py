@@ -7,6 +7,8 @@ import torch
 
 from sparing.documents import Documents
 from sparing.report.page import page
+from sparing.report.table import show
+from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.compare import compare
 from sparing.workbench.estimate import estimate, jackknife, proportion
 from sparing.workbench.metrics import (
@@ -202,3 +204,32 @@ def test_metrics_that_a_model_or_its_documents_do_not_have():
         "exact_accuracy": 1.0, "accuracy": 1.0, "exact_f1": 1.0, "f1": 1.0, "exact_matthews": 0.0, "matthews": 0.0,
     }  # fmt: skip
     assert scores("classifier", [{"change": 0.0}]) == {}
+
+
+def test_each_method_shows_its_score_and_what_it_loses(capsys):
+    found = compare(classifier(3), LABELLED, **{**QUICK, "methods": ["window(size=2)", "top_keys(keys=2)"]})
+    show(found, console=Terminal(width=100))
+    out = capsys.readouterr().out
+    table = [line.strip() for line in out[out.index("Against the labels") :].splitlines()]
+    end = found.rows[0].end
+    (exact,) = [line.split() for line in table if line.startswith("exact ")][:1]
+    (window,) = [line.split() for line in table if line.startswith("window(size=2)")][:1]
+    assert exact[1] == f"{end['exact_accuracy']:.4f}"
+    assert window[1:3] == [f"{end['accuracy']:.4f}", f"{end['exact_accuracy'] - end['accuracy']:.4f}"]
+    scores = "\n".join(table[: table.index(next(line for line in table if line.startswith("Lost:")))])
+    assert "top_keys" not in scores, "an oracle sees fewer documents"
+
+
+def test_short_documents_and_those_that_the_model_would_cut_are_said(tmp_path, capsys):
+    found = compare(subject(), ["a few words"] * 3, **QUICK)
+    assert len(found.notes) == 1
+    assert "half of them have 11 tokens or fewer" in found.notes[0]
+    assert "--whole (whole=True)" in found.notes[0]
+    long = compare("minilm", ["some words " * 300, "other words " * 300], **{**QUICK, "length": 300})
+    assert long.notes == (
+        "sentence-transformers cuts texts at 256 tokens for this model (max_seq_length); these documents have up to "
+        "300.",
+    )
+    show(long, console=Terminal(width=100))
+    assert "cuts texts at 256 tokens" in capsys.readouterr().out
+    assert compare("minilm", ["some words " * 300, "other words " * 300], **{**QUICK, "length": 200}).notes == ()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparing.from_json import parse
 from sparing.models import minilm, smollm2
 from sparing.store import readable
 
@@ -54,6 +55,22 @@ class Subject:
         tables = [part for name, part in self.model.named_modules() if name.endswith("position_embeddings")]
         padding = next((x for table in tables if (x := getattr(table, "padding_idx", None)) is not None), -1)
         return found - padding - 1
+
+    @property
+    def sentence_length(self) -> int | None:
+        """The number of tokens at which sentence-transformers cuts texts for this model; None: it has no such limit."""
+        from transformers.utils.hub import cached_file
+
+        try:
+            file = cached_file(
+                self.model.config.name_or_path, "sentence_bert_config.json", local_files_only=True,
+                _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )  # fmt: skip
+            found = None if file is None else parse(Path(file).read_text(encoding="utf-8")).get("max_seq_length")
+        except (OSError, ValueError, AttributeError):  # a model that was not loaded by name
+            return None
+        return found if isinstance(found, int) else None
 
     @property
     def fingerprint(self) -> str:

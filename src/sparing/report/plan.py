@@ -27,6 +27,8 @@ def show(plan: Plan, *, console: Terminal) -> None:
         f"{plan.model} ({plan.kind}, {plan.dtype}) on {_cases(plan)}{cut}; "
         f"{plan.machine.get('cpu')}, {threads} thread{'s' * (threads != 1)}"
     )
+    for note in plan.notes:
+        console.print(note, style="yellow")
     console.print(_figures(plan))
     if plan.holds:
         console.print(_layers(plan))

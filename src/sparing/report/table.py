@@ -37,8 +37,10 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
         f"{found.model} ({found.kind}, {found.dtype}) on {found.data}: {found.cases}; "
         f"{found.machine.get('cpu')}, {found.machine.get('threads')} threads"
     )
-    if scores := _against_labels(found):
-        console.print(f"against the labels, the exact model: {scores}")
+    for note in found.notes:
+        console.print(note, style="yellow")
+    if (scores := score_table(found, console.width)) is not None:
+        console.print(scores)
     if found.generation:
         for table in generation_tables_of(found, console.width):
             console.print(table)
@@ -56,11 +58,36 @@ def show(found: Comparison, *, console: Terminal, layers: bool = False) -> None:
         console.print(layer_table(found, console.width))
 
 
-def _against_labels(found: Comparison) -> str:
-    """Return the exact model's scores against labels; the rows' own are in the JSON and on the page."""
-    ends = next((row.end for row in found.rows if row.end and row.verdict != ORACLE), {})
-    names = [name for name in SCORES if f"exact_{name}" in ends]
-    return ", ".join(f"{name} {ends[f'exact_{name}']:.4f}" for name in names)
+def score_table(found: Comparison, width: int = 100) -> Table | None:
+    """Return each method's scores against labels and what it loses; None without labels.
+
+    Oracles, which are measured on fewer documents, are not in it.
+    """
+    rows = [row for row in by_verdict(found.rows) if row.end and row.verdict != ORACLE]
+    names = [name for name in SCORES if rows and f"exact_{name}" in (rows[0].end or {})]
+    if not names:
+        return None
+    titles = ["method", *(title for name in names for title in (name, f"{name}\nlost")), "verdict"]
+    exact: list[str | Text] = ["exact"]
+    cells: list[list[str | Text]] = [exact]
+    for name in names:
+        exact += [_score((rows[0].end or {})[f"exact_{name}"]), ""]
+    exact.append(Text("exact", "bold"))
+    for row in rows:
+        end = row.end or {}
+        scores = [(end[name], end[f"exact_{name}"] - end[name]) for name in names]
+        cells.append([row.method, *(_score(x) for pair in scores for x in pair), _WORDS[row.verdict]])
+    return _fitted(
+        titles,
+        cells,
+        width,
+        caption="Lost: score of the exact model - that with the method.",
+        title="Against the labels",
+    )
+
+
+def _score(value: float) -> str:
+    return f"{value:.4f}"
 
 
 def comparison_table(found: Comparison, width: int = 100) -> Table:

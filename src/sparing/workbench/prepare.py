@@ -20,6 +20,7 @@ from sparing.models import Subject, load
 from sparing.transformers.positions import extend_positions
 from sparing.transformers.watch import is_approximated
 
+SHORT = 32  #: tokens below which documents say little about attention
 #: A model, or its name, its dtype, its extended positions and its fingerprint.
 ModelSource = tuple[str, str, int | None, str] | Subject
 
@@ -54,6 +55,23 @@ class Prepared:
     def typical(self) -> Tensor:
         """A document of median length."""
         return sorted(self.rows, key=len)[len(self.rows) // 2]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about the documents before trusting any figure."""
+        found = []
+        if len(self.typical) < SHORT:
+            found.append(
+                f"Short documents: half of them have {len(self.typical)} tokens or fewer, of which most methods read "
+                "all; this says nothing about longer ones. --whole (whole=True) reads a text file as one document."
+            )
+        cut = self.subject.sentence_length
+        if cut is not None and self.tokens > cut:
+            found.append(
+                f"sentence-transformers cuts texts at {cut} tokens for this model (max_seq_length); these documents "
+                f"have up to {self.tokens}."
+            )
+        return tuple(found)
 
 
 def prepare(

@@ -170,7 +170,7 @@ def compare(
     return Comparison(
         subject.name, subject.kind, given.data, len(given.rows), given.tokens, given.longer, given.skipped,
         chosen.words, tolerance, seeds, here, together, padding, table, " ".join(words), drawn, generated,
-        subject.dtype, causal and metric is None,
+        subject.dtype, causal and metric is None, given.notes if table else (),
     )  # fmt: skip
 
 

@@ -103,6 +103,7 @@ class Comparison:
     generation: tuple[GenerationRow, ...] = ()  #: of a language model, at each context
     dtype: str = "float32"  #: of the model's weights
     needs_facts: bool = False  #: whether what is safe must also keep facts of its context
+    notes: tuple[str, ...] = ()  #: about the documents
 
     @property
     def headline(self) -> str:

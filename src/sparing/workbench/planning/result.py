@@ -60,6 +60,7 @@ class Plan:
         Interval | None
     )  #: of the whole model, exact / recipe: above 1 is better; also of a recipe that was refused for it
     dtype: str = "float32"  #: of the model's weights
+    notes: tuple[str, ...] = ()  #: about the documents
 
     @property
     def holds(self) -> bool:

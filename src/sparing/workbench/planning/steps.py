@@ -154,7 +154,7 @@ class Planner:
             documents=len(given.rows), tokens=given.tokens, truncated=given.longer, skipped=given.skipped,
             metric=self.metric.name, words=self.metric.words, objective=self.objective, promise=self.promise,
             machine=self.here, layers={name: chosen.get(name, "exact") for name in self.places},
-            dtype=subject.dtype, **self.found,
+            dtype=subject.dtype, notes=given.notes, **self.found,
         )  # fmt: skip
         found = found if chosen == {} else replace(found, reason=words.success(found))
         return replace(found, recipe=replace(found.recipe, about=about(found)))
