@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 #: A room may import those before it. `sparing/__init__.py` and `__main__.py` gather names and are held to nothing.
 ORDER = (
-    "version", "native", "spec", "from_json", "store", "progress", "sample_text", "models", "documents", "draws", "mask",
+    "version", "native", "spec", "from_json", "store", "notebook", "progress", "sample_text", "models", "documents", "draws", "mask",
     "call", "contract", "quarantine", "maths", "methods", "oracles", "layout", "check", "compiled", "functional", "index", "nn",
     "transformers", "workbench", "report", "cli",
 )  # fmt: skip

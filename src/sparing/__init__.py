@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from sparing import transformers
     from sparing.transformers import Recipe, approximate, extend_positions
     from sparing.workbench.comparison.compare import compare
+    from sparing.workbench.comparison.verdict import Comparison
     from sparing.workbench.planning.plan import plan
+    from sparing.workbench.planning.result import Plan
 
 __all__ = [
+    "Comparison",
     "Cost",
     "Index",
     "Inspection",
     "Method",
+    "Plan",
     "Projection",
     "Recipe",
     "Shape",
@@ -53,8 +57,11 @@ _OLD = {
 
 
 #: What needs transformers, which is imported when one of these is first used.
-_LAZY = ("Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")
-_ELSEWHERE = {"compare": "sparing.workbench.comparison.compare", "plan": "sparing.workbench.planning.plan"}
+_LAZY = ("Comparison", "Plan", "Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")
+_ELSEWHERE = {
+    "Comparison": "sparing.workbench.comparison.verdict", "Plan": "sparing.workbench.planning.result",
+    "compare": "sparing.workbench.comparison.compare", "plan": "sparing.workbench.planning.plan",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -64,6 +71,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'sparing' has no attribute {name!r}")
     try:
         package = import_module(_ELSEWHERE.get(name, "sparing.transformers"))
+        if name in _ELSEWHERE:
+            import_module("sparing.report.page")  # draws what the workbench finds
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

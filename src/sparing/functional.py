@@ -21,6 +21,7 @@ from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.layout import four_dimensional
 from sparing.native.tensors import wide_type
+from sparing.notebook import block, table
 from sparing.quarantine import Wide, quarantine
 
 #: Parts of torch's messages for a lack of memory, and for a tensor whose number of bytes exceeds 64 bits.
@@ -39,6 +40,17 @@ class Inspection(NamedTuple):
     output: Tensor
     lse: Tensor | None  #: [B, H, n_q] log-sum-exp of the logits that the output was normalised with
     statistics: dict[str, Tensor]  #: facts the method noted: sample counts, bounds, indices, keys touched
+
+    def __repr__(self) -> str:
+        return f"<Inspection: {', '.join(f'{name} {said}' for name, said in self._parts())}>"
+
+    def _repr_html_(self) -> str:
+        return block("Inspection") + table(["part", "shape"], self._parts())
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """Return the name and the shape of each part."""
+        held = {"output": self.output, "lse": self.lse, **self.statistics}
+        return [(name, "None" if part is None else str(list(part.shape))) for name, part in held.items()]
 
 
 def attention(

@@ -15,11 +15,13 @@ from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.headline import safe_but_slower
 from sparing.workbench.comparison.judgement import KEPT
 from sparing.workbench.comparison.verdict import Comparison, Row
+from sparing.workbench.pages import draws
 
 #: In this order: the table must work even if a chart does not.
 _SCRIPTS = ("table", "page", "keys", "figure", "labels", "scales", "trade", "crossover", "heads")
 
 
+@draws(Comparison)
 def page(found: Comparison) -> str:
     """Return the page with all styles and scripts, plotly's among them; needs plotly and jinja2.
 

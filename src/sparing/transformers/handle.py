@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparing.notebook import block
 from sparing.transformers.arguments import Layers, What, read_arguments
 from sparing.transformers.cache import prepare_cache
 from sparing.transformers.config_recipe import recipe_of, write_recipe
@@ -119,6 +120,10 @@ class Handle:
         ):
             lines.append("  methods on the value layer need use_cache=False")
         return "\n".join(lines) + ">"
+
+    def _repr_html_(self) -> str:
+        first, *lines = repr(self).strip("<>").splitlines()
+        return block(first, *(line.strip() for line in lines))
 
     def _reasons(self, layer: AttentionLayer) -> str:
         """Return why tokens that continued a cache ran exact attention in a layer; "" if none did."""

@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sparing.contract import method as _method
 from sparing.from_json import build, parse
-from sparing.store import add_checksum, verify_checksum
+from sparing.notebook import block, table
+from sparing.store import add_checksum, verify_checksum, write_files
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.headline import fastest, headline, recommended
@@ -33,6 +35,7 @@ from sparing.workbench.comparison.seconds import Seconds
 from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate, estimate
 from sparing.workbench.metrics import End, Metric, scores
+from sparing.workbench.pages import page_of
 from sparing.workbench.timing import MARGIN, Interval
 
 FORMAT = 2  #: 1 had the FLOPs as a share of exact attention's
@@ -80,7 +83,7 @@ class Row:
         return self.time.exact_bytes / self.time.bytes if self.time.bytes else math.inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The result of `sparing.compare`."""
 
@@ -126,6 +129,30 @@ class Comparison:
         cut = f", {self.truncated} of them cut" if self.truncated else ""
         cut += f", {self.skipped} more left out for having no text or one token" if self.skipped else ""
         return f"{self.documents} document{'s' * (self.documents != 1)} of up to {self.tokens} tokens{cut}"
+
+    def __repr__(self) -> str:
+        settings = len({row.method for row in self.rows} | {row.method for row in self.generation})
+        return f"<Comparison of {settings} settings in {self.model} on {self.data}: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: the headline, its evidence, and the rows in short."""
+        prompts = [
+            [row.method, row.verdict, _share(row.change), _times(row)]
+            for row in sorted(self.rows, key=lambda row: VERDICTS.index(row.verdict))
+        ]
+        tokens = [
+            [row.method, row.when, str(row.context), row.verdict, _share(row.change), _times(row)]
+            for row in self.generation
+        ]
+        return (
+            block(self.headline, self.summary)
+            + table(["method", "verdict", "change", "speed"], prompts)
+            + table(["method", "when", "context", "verdict", "change", "speed"], tokens)
+        )
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page to read, which needs no network; needs plotly and jinja2."""
+        write_files({Path(path): page_of(self)})
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat dictionary for each row, as `pandas.DataFrame` takes them."""
@@ -387,6 +414,14 @@ def _inverse(share: float) -> float:
 def _seconds(held: dict[str, Any]) -> Seconds:
     ratios = {name: None if held[name] is None else Interval(*held[name]) for name in _RATIOS}
     return Seconds(**{**held, **ratios})
+
+
+def _share(value: Estimate | None) -> str:
+    return "" if value is None else f"{value.mean:.2%}"
+
+
+def _times(row: Row | GenerationRow) -> str:
+    return "" if row.speed is None else "?" if row.disturbed else f"{row.speed.median:.2f}x"
 
 
 def finite(value: Any) -> Any:

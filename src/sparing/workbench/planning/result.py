@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparing.from_json import build
+from sparing.notebook import block, table
 from sparing.store import add_checksum, verify_checksum
 from sparing.transformers.recipe import Recipe
 from sparing.workbench.comparison.verdict import finite
@@ -28,7 +29,7 @@ class Candidate:
     used: bool  #: whether it gains enough to be tried in layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The result of `sparing.plan`. An empty recipe leaves every layer exact, and `reason` says why."""
 
@@ -72,6 +73,24 @@ class Plan:
         """The figures of held-out documents for the recipe, or for the last step that was refused."""
         mine = [found for found in self.checks if found.step == self.step]
         return mine[0] if mine else self.checks[-1] if self.checks else None
+
+    def __repr__(self) -> str:
+        return f"<Plan for {self.model} on {self.data}: {self.reason}>"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: what to do, what is promised, and what each layer runs."""
+        promise = self.promise
+        promised = (
+            f"With {promise.confidence:.3g} confidence at least {promise.coverage:.3g} of cases like these change by "
+            f"{promise.tolerance:.3g} at most ({self.words})."
+        )
+        gain = (
+            ()
+            if self.gain is None
+            else (f"Gain: {self.gain.median:.2f}x ({self.gain.low:.2f} to {self.gain.high:.2f}).",)
+        )
+        kept = (promised,) if self.holds and self.metric != "needle" else ()
+        return block(self.reason, *kept, *gain) + table(["layer", "method"], list(self.recipe.layers.items()))
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat dictionary for each layer, as `pandas.DataFrame` takes them."""
