@@ -145,12 +145,7 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "name" in cls.__dict__ and not cls.name.startswith("_"):
-            known = _REGISTRY.get(cls.name)
-            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(f"a method named {cls.name!r} exists already: {known.__module__}.{known.__qualname__}")
-            _REGISTRY[cls.name] = cls
-            _parsed.cache_clear()  # a class that is defined again replaces the old one
+        register_method(cls)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -232,6 +227,16 @@ class Method:
 
 _REGISTRY: dict[str, type[Method]] = {}
 _ALIASES: dict[str, str] = {"kernelized": "kernel(kind='gaussian', normalize='none')"}
+
+
+def register_method(cls: type[Method]) -> None:
+    """Let spec strings name a class; each class with a `name` does so itself where it is defined."""
+    if "name" in cls.__dict__ and not cls.name.startswith("_"):
+        known = _REGISTRY.get(cls.name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"a method named {cls.name!r} exists already: {known.__module__}.{known.__qualname__}")
+        _REGISTRY[cls.name] = cls
+        _parsed.cache_clear()  # a class that is defined again replaces the old one
 
 
 def list_methods() -> dict[str, type[Method]]:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ import sparing
 from sparing.cli.main import main
 from tests.support.comparisons import example
 from tests.support.generations import row_of
+from tests.support.small_models import TEXTS, saved
+
+ROOT = Path(__file__).parents[2]
 
 METHODS = "window(size=8),key_clusters(clusters=8, keys=8, window=4),top_keys(keys=8)"
 QUICK = [
@@ -325,12 +330,48 @@ def test_a_method_of_the_users_own_is_named_on_the_command_line(tmp_path):
     assert edited["change"]["mean"] != first["change"]["mean"], "what was kept is of the code before"
 
 
+def test_the_example_of_contributing_is_pasted_whole(tmp_path):
+    """As a file that --import names, and as a script, whose class workers get with its code."""
+    example = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1]
+    folder = saved(tmp_path / "model", "bert")
+    (tmp_path / "my_methods.py").write_text(example)
+    (tmp_path / "script.py").write_text(
+        f"{example}\nimport sys, sparing\nif __name__ == '__main__':\n"
+        "    options = dict(length=32, rounds=1, jobs=2, lengths=False, progress=False)\n"
+        f"    found = sparing.compare({str(folder)!r}, {TEXTS!r}, methods=[Mean(), 'window(size=4)'], **options)\n"
+        "    print([row.method for row in found.rows], [row.refused for row in found.rows])\n"
+    )
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": paths}, "capture_output": True, "text": True}
+    script = subprocess.run([sys.executable, "script.py"], check=False, **options)
+    assert script.returncode == 0, script.stderr
+    assert script.stdout.splitlines()[-1] == "['mean', 'window(size=4)'] [None, None]"
+    given = [
+        "compare",
+        str(folder),
+        "--import",
+        "my_methods.py",
+        "--methods",
+        "mean",
+        "--length",
+        "32",
+        "--rounds",
+        "1",
+    ]
+    command = subprocess.run(
+        [sys.executable, "-m", "sparing", *given, "--no-lengths", "--no-cache", "--jobs", "2"], check=False, **options
+    )
+    assert command.returncode == 0, command.stderr
+    assert "mean " in command.stdout
+
+
 def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "broken_module_of_mine.py").write_text("import no_such_package")
     for name, said in (
         ("no_such_module", "there is no such module in the current folder or on Python's path"),
+        ("no_such_file.py", "there is no such file"),
         ("broken_module_of_mine", "ModuleNotFoundError: No module named 'no_such_package'"),
     ):
         assert main(["compare", "--import", name]) == 2

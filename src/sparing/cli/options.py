@@ -65,7 +65,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     """Declare the option that imports methods of the user's own."""
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
-        help="import a Python module that defines methods, from the current folder or Python's path; repeatable",
+        help="import a Python file or module that defines methods, from the current folder or Python's path; "
+        "repeatable",
     )  # fmt: skip
 
 
@@ -75,10 +76,17 @@ def import_modules(options: argparse.Namespace) -> None:
     if names and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     for name in names:
+        module = name
+        if name.endswith(".py"):
+            file = Path(name)
+            if not file.is_file():
+                raise ValueError(f"--import {name}: there is no such file")
+            sys.path.insert(0, str(file.resolve().parent))
+            module = file.stem
         try:
-            import_module(name)
+            import_module(module)
         except Exception as error:  # code of the user's
-            missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            missing = isinstance(error, ModuleNotFoundError) and error.name == module
             why = (
                 "there is no such module in the current folder or on Python's path"
                 if missing

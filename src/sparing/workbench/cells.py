@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,13 +64,11 @@ def _results(
     # The number of a cluster's workers is not ours to set.
     with parallel_config(backend=backend or "loky", n_jobs=-1 if backend in ("dask", "ray") else jobs):
         yield from Parallel(return_as="generator_unordered")(
-            delayed(_numbered)(number, work, cell, own_methods.modules(), sys.path)
+            delayed(_numbered)(number, work, cell, own_methods.definitions())
             for number, cell in zip(numbers, cells, strict=True)
         )
 
 
-def _numbered(
-    number: int, work: Callable[[Cell], Any], cell: Cell, modules: Sequence[str], path: Sequence[str]
-) -> tuple[int, Any]:
-    own_methods.import_modules(modules, path)
+def _numbered(number: int, work: Callable[[Cell], Any], cell: Cell, own: own_methods.Definitions) -> tuple[int, Any]:
+    own_methods.learn(own)
     return number, work(cell)

@@ -6,29 +6,44 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import NamedTuple
 
-from sparing.contract import Method, list_methods
+from sparing.contract import Method, list_methods, register_method
 from sparing.store import Cell
 
-
-def modules() -> tuple[str, ...]:
-    """Return the names of the modules that a worker must import to know the same methods."""
-    return tuple(sorted({method.__module__ for method in _own().values()} - {"__main__"}))
+_MAIN = "__main__"  # the module of a script or a notebook, which a worker cannot import
 
 
-def import_modules(names: Sequence[str], path: Sequence[str]) -> None:
-    """Import modules in a worker; path: `sys.path` of the process that started it.
+class Definitions(NamedTuple):
+    """What a worker needs to know the same methods. joblib pickles the classes of a script with their code."""
+
+    modules: tuple[str, ...]
+    path: tuple[str, ...]  #: `sys.path` of the process that started the worker
+    classes: tuple[type[Method], ...]  #: of a script or a notebook
+
+
+def definitions() -> Definitions:
+    """Return what defines the methods that are known here."""
+    own = _own().values()
+    names = {method.__module__ for method in own} - {_MAIN}
+    classes = tuple(method for method in own if method.__module__ == _MAIN)
+    return Definitions(tuple(sorted(names)), tuple(sys.path), classes)
+
+
+def learn(given: Definitions) -> None:
+    """Make methods known in a worker.
 
     A module that cannot be imported is left out: `sparing.method` names the methods that are missing.
     """
-    if any(name not in sys.modules for name in names):
-        sys.path += [folder for folder in path if folder not in sys.path]
-    for name in names:
+    if any(name not in sys.modules for name in given.modules):
+        sys.path += [folder for folder in given.path if folder not in sys.path]
+    for name in given.modules:
         with suppress(ImportError):
             import_module(name)
+    for method in given.classes:
+        register_method(method)
 
 
 def with_code(cell: Cell) -> Cell:
@@ -45,9 +60,13 @@ def _own() -> dict[str, type[Method]]:
 
 
 def _checksum(method: type[Method]) -> str | None:
-    """Return a checksum of the module that defines a method, or None if there is no source."""
+    """Return a checksum of the module that defines a method, or of its compiled code where there is no source."""
     try:
-        source = inspect.getsource(sys.modules[method.__module__])
+        source = inspect.getsource(sys.modules[method.__module__]).encode()
     except (KeyError, OSError, TypeError):
-        return None
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+        try:
+            from joblib.externals import cloudpickle
+        except ModuleNotFoundError:
+            return None
+        source = cloudpickle.dumps(method)
+    return hashlib.sha256(source).hexdigest()[:16]

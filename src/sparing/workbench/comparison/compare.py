@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.documents import Documents
 from sparing.models import Subject
@@ -40,7 +41,7 @@ def compare(
     texts: Documents | Sequence[str] | None = None,
     *,
     tokenizer: Any = None,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str | Method] | None = None,
     length: int | None = None,
     documents: int | None = None,
     seeds: int = 2,
@@ -67,7 +68,7 @@ def compare(
     texts: documents; None: Python's help topics.
     length: cut documents to this many tokens; None: 512, or 1024 for a language model, or the model's positions.
     documents: number of documents to use, the first ones; None: 8, and 3 passages for generation.
-    methods: specs; None: every training-free method that fits, with a few budgets, and the oracles.
+    methods: specs or methods; None: every training-free method that fits, with a few budgets, and the oracles.
     tolerance: largest change at the end of the model that is safe; the upper end of its 95 % interval must be below.
         None: 0.01, or 0.1 for the metric "needle".
     metric: how the change is measured: "cosine", "neighbours" or, with labels, "accuracy" for an encoder; "perplexity",
