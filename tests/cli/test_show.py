@@ -123,12 +123,14 @@ def test_every_kind_is_recognised_by_its_content(kind, tmp_path, capsys):
 
 def test_the_answers_of_several_files_come_before_their_tables(tmp_path, capsys):
     paths = [tmp_path / f"{name}.json" for name in ("encoder", "generation")]
-    first, second = example(summary="Keep it."), example(model="smollm2", summary="Turn it on.", rows=())
+    first, second = example(), example(model="smollm2", rows=())
     for path, found in zip(paths, (first, second), strict=True):
         path.write_text(found.to_json())
     assert main(["show", *map(str, paths)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["comparison of minilm: Keep it.", "comparison of smollm2: Turn it on."]
+    assert lines[:2] == [
+        "comparison of minilm: Turn on window: 1.25x", "comparison of smollm2: Keep exact attention",
+    ]  # fmt: skip
     assert str(paths[1]) in lines
     assert main(["show", *map(str, paths), "--html", str(tmp_path / "page.html")]) == 2
     assert "--html is for one file, and there are 2" in capsys.readouterr().err

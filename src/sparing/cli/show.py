@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--html is for one file, and there are {len(options.file)}")
     shown = [_read(path, options) for path in options.file]
     for kind, found in shown if len(shown) > 1 else ():
-        if answer := getattr(found, "summary", getattr(found, "reason", None)):
+        if answer := getattr(found, "headline", getattr(found, "reason", None)):
             console.print(f"{kind.name} of {found.model}: {answer}", style="bold")
     for path, (kind, found) in zip(options.file, shown, strict=True):
         if len(shown) > 1:

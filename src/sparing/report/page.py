@@ -9,7 +9,15 @@ from typing import Any
 
 from sparing.report.numbers import finite
 from sparing.report.page_charts import charts, left_out
-from sparing.report.page_table import depth_map, exact_memory, exact_scores, full_table, generation_tables, heat_map
+from sparing.report.page_table import (
+    Cell,
+    depth_map,
+    exact_memory,
+    exact_scores,
+    full_table,
+    generation_tables,
+    heat_map,
+)
 from sparing.report.printable import printable
 from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.headline import safe_but_slower
@@ -46,12 +54,13 @@ def page(found: Comparison) -> str:
     winner = found.recommended
     chosen = winner or safe_but_slower(found.generation, found.rows)
     drawn = charts(found)
+    generated = [verdict_second(each) for each in generation_tables(found)]
     library = (
         get_plotlyjs() if drawn["trade"]["points"] or drawn["trade"]["oracles"] or drawn["crossover"]["lines"] else ""
     )
     return environment.get_template("page.html").render(
         found=found, charts=drawn, left_out=left_out(found), titles=titles, rows=rows, layers=layers, heat=heat,
-        generation=generation_tables(found), depths=depth_map(found), kept=KEPT, reasons=_reasons(found),
+        generation=generated, depths=depth_map(found), kept=KEPT, reasons=_reasons(found),
         winner=winner, chosen=chosen,
         code=None if chosen is None else code(chosen, found.kind),
         exact_memory=exact_memory(found), exact_scores=exact_scores(found),
@@ -67,6 +76,16 @@ def _shown(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_shown(part) for part in value]
     return printable(value) if isinstance(value, str) else finite(value) if isinstance(value, float) else value
+
+
+def verdict_second(table: tuple[str, list[str], list[list[Cell]]]) -> tuple[str, list[str], list[list[Cell]]]:
+    """Return the table with its verdict beside the method, where a phone shows it without scrolling."""
+    name, titles, rows = table
+    if "verdict" not in titles:
+        return table
+    order = [0, titles.index("verdict")]
+    order += [place for place in range(len(titles)) if place not in order]
+    return name, [titles[place] for place in order], [[row[place] for place in order] for row in rows]
 
 
 def _reasons(found: Comparison) -> list[str]:

@@ -104,14 +104,14 @@ def comparison_table(found: Comparison, width: int = 100) -> Table:
 def _fitted(
     titles: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, caption: str, **options: str
 ) -> Table:
-    """Return a table of a method, numbers and a verdict, without the columns that there is no room for."""
+    """Return a table of a method, numbers and a verdict, without the columns that are empty or have no room."""
     wide = [max(_width(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
-    kept = list(range(len(titles)))
+    kept = [place for place in range(len(titles)) if any(_width(row[place]) for row in rows)]
 
     def needed() -> int:
         return min(wide[0], _METHOD) + sum(wide[column] + 1 for column in kept[1:]) + 1
 
-    missing = [title for title in _LEFT_OUT if title in titles]
+    missing = [title for title in _LEFT_OUT if title in titles and list(titles).index(title) in kept]
     out = []
     while needed() > width and missing:
         title = missing.pop(0)
