@@ -52,6 +52,10 @@ def test_the_headline_says_what_a_language_model_turns_on():
     assert found.headline == "Turn on multipole for generation: 1.40x", "at the longest context"
     assert language_model((row_of(UNSAFE, 2000, 1.9),), (prompt,)).headline == "Turn on window for prompts: 3.00x"
     assert language_model((row_of(UNKNOWN, 2000, 1.9),)).headline == "Cannot tell yet"
+    later = (row_of(UNKNOWN, 2000, 1.9), row_of(SLOWER, 8000, 0.9))
+    assert language_model(later).headline == "Keep exact attention", (
+        "as the summary, which is about the longest context"
+    )
     assert language_model((row_of(UNKNOWN, 2000, 1.0),)).headline == "Keep exact attention"
 
 
@@ -68,6 +72,14 @@ def test_every_report_names_the_row_of_the_headline(verdicts):
         assert found.headline.split()[2] == f"{row.method.partition('(')[0]}:"
         assert f"{row.method} is {row.speed.median:.2f}x as fast" in found.summary
         assert f"sparing.approximate(model, &#34;{row.method}&#34;)" in page(found)
+
+
+def test_what_is_not_safe_at_another_context_is_turned_on_for_its_own_alone():
+    found = language_model((row_of(FASTER, 2000, 1.9), row_of(UNSAFE, 8000, 1.4, reason="3 of 20 facts kept")))
+    assert found.headline == "Turn on multipole (2,000 tokens): 1.90x"
+    assert len(found.headline.split()) <= 6
+    assert found.summary.startswith("Generation after 2,000 tokens: turn on multipole.")
+    assert found.summary.endswith(" After 8,000: not safe, 3 of 20 facts kept.")
 
 
 def test_generation_names_the_row_of_the_headline():

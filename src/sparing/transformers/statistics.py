@@ -228,8 +228,8 @@ class Statistics:
 
     def __str__(self) -> str:
         head = (
-            "layer", "method", "calls", "steps", "exact calls", "covered", "keys read", "rate", "paper's FLOPs",
-            "projection", "whole attention", "exact because",
+            "layer", "method", "calls", "steps", "exact calls", "covered", "keys read", "rate",
+            "FLOPs saved: paper's", "projection", "attention", "exact because",
         )  # fmt: skip
         rows: list[tuple[str, ...]] = [head]
         for layer in (*self.layers, *([self.total] if len(self.layers) > 1 else [])):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparing.workbench.comparison.facts import FactCount
-from sparing.workbench.comparison.headline import fastest
+from sparing.workbench.comparison.headline import doubts, fastest
 from sparing.workbench.comparison.judgement import KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, timed_verdict, within
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.estimate import Estimate
@@ -106,7 +106,10 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
     longest = max(row.context for row in known)
     best = fastest(known)
     if best is not None:
-        return f"Generation after {best.context:,} tokens: turn on {best.method}. {_gain(best)}{_later(best)}"
+        said = f"Generation after {best.context:,} tokens: turn on {best.method}. {_gain(best)}{_later(best)}"
+        return (
+            f"{said}{''.join(f' After {row.context:,}: {row.verdict}, {row.reason}.' for row in doubts(best, known))}"
+        )
     there = [row for row in known if row.context == longest]
     safe = [row for row in there if row.verdict == SLOWER]
     if safe:

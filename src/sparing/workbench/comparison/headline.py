@@ -58,14 +58,29 @@ def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) ->
     generation, rows = list(generation), list(rows)
     best = recommended(generation, rows)
     if best is not None:
-        where = "" if kind != "language model" else " for prompts" if best.when == "prefill" else " for generation"
-        return f"Turn on {best.method.partition('(')[0]}{where}: {_times(best.speed)}"
-    unknown = [row for row in (*generation, *rows) if row.verdict == UNKNOWN]
+        return f"Turn on {best.method.partition('(')[0]}{_where(best, generation, kind)}: {_times(best.speed)}"
+    longest = max((row.context for row in generation), default=0)
+    asked = [*(row for row in generation if row.context == longest), *rows]
+    unknown = [row for row in asked if row.verdict == UNKNOWN]
     if any(row.disturbed for row in unknown):
         return "Cannot tell: this machine is busy"
     if any(map(_is_faster, unknown)):
         return "Cannot tell yet"
     return "Keep exact attention"
+
+
+def doubts(best: J, generation: Iterable[J]) -> list[J]:
+    """Return the same method at other contexts where it is not known to be safe, the longest first."""
+    same = [row for row in generation if (row.method, row.when) == (best.method, best.when)]
+    return sorted((row for row in same if row.verdict not in (FASTER, SLOWER)), key=lambda row: -row.context)
+
+
+def _where(best: Judged, generation: Iterable[Judged], kind: str) -> str:
+    if kind != "language model":
+        return ""
+    if best.when == "prefill":
+        return " for prompts"
+    return f" ({best.context:,} tokens)" if doubts(best, generation) else " for generation"
 
 
 def _rank(row: Judged) -> tuple[int, float]:
