@@ -11,7 +11,7 @@ from sparing.version import __version__
 
 if TYPE_CHECKING:
     from sparing import transformers
-    from sparing.transformers import Recipe, approximate, extend_positions
+    from sparing.transformers import Recipe, approximate, extend_positions, restore
     from sparing.workbench.comparison.compare import compare
     from sparing.workbench.comparison.verdict import Comparison
     from sparing.workbench.planning.plan import plan
@@ -41,6 +41,7 @@ __all__ = [
     "nn",
     "oracles",
     "plan",
+    "restore",
     "transformers",
 ]
 
@@ -57,7 +58,17 @@ _OLD = {
 
 
 #: What needs transformers, which is imported when one of these is first used.
-_LAZY = ("Comparison", "Plan", "Recipe", "approximate", "compare", "extend_positions", "plan", "transformers")
+_LAZY = (
+    "Comparison",
+    "Plan",
+    "Recipe",
+    "approximate",
+    "compare",
+    "extend_positions",
+    "plan",
+    "restore",
+    "transformers",
+)
 _ELSEWHERE = {
     "Comparison": "sparing.workbench.comparison.verdict", "Plan": "sparing.workbench.planning.result",
     "compare": "sparing.workbench.comparison.compare", "plan": "sparing.workbench.planning.plan",

@@ -20,10 +20,14 @@ def test_a_compiled_model_is_one_graph_with_the_same_bits(name, what):
     torch.compiler.reset()
     model, given = build(name), inputs(name)
     exact = run(model, given)
-    with sparing.approximate(model, what):
+    with sparing.approximate(model, what) as handle:
         out = run(model, given)
+        assert not handle.statistics(reset=True).compiled
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert torch.equal(run(compiled, given), out)
+        found = handle.statistics()
+        assert (found.compiled, found.total.calls) == (True, 0)
+        assert "\ncalls of compiled graphs are not counted; run the model without" in str(found)
     assert not torch.equal(out, exact)
     assert torch.equal(run(compiled, given), exact), "a compiled model follows restore()"
 

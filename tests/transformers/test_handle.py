@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import sparing
 from sparing.transformers.runtime.projection import UnprojectedLinear
 from sparing.transformers.state import state_of
+from sparing.transformers.watch import record_calls
 from tests.support.model_zoo import CONFIGS, build, inputs, run, state, tokens
 
 LAYER = "encoder.layer.{}.attention.self"
@@ -326,3 +328,58 @@ def test_a_model_is_not_kept_alive():
     del model
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("spec", ["nystrom(landmarks=4)", "monte_carlo(alpha=1.0)"])
+def test_a_model_is_restored_without_its_handles(bert, spec):
+    before, given = state(bert), inputs("bert")
+    out = run(bert, given)
+    outer = sparing.approximate(bert, spec)
+    sparing.approximate(bert, "window(size=2)", layers=0)  # its handle is lost
+    gc.collect()
+    twin = copy.deepcopy(bert)
+    approximated = run(bert, given)
+    sparing.restore(twin)
+    assert torch.equal(run(twin, given), out)
+    assert torch.equal(run(bert, given), approximated), "a copy is restored alone"
+    sparing.restore(bert)
+    assert state(bert) == before
+    assert torch.equal(run(bert, given), out)
+    assert not outer.active
+    outer.restore()
+    sparing.restore(bert)
+    assert state(bert) == before
+    with sparing.approximate(bert, spec) as handle:
+        assert handle.active
+        assert not outer.active
+        assert not torch.equal(run(bert, given), out)
+    assert torch.equal(run(bert, given), out)
+
+
+def test_no_hook_stays_in_a_restored_decoder():
+    model = build("gpt2")
+    before = state(model)
+    sparing.approximate(model, "multipole", when="decode")
+    sparing.restore(model)
+    assert state(model) == before
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
+
+
+def test_a_restored_handle_shows_nothing_of_another(bert):
+    first = sparing.approximate(bert, "window(size=2)")
+    with sparing.approximate(bert, "nystrom(landmarks=4)", layers=0):
+        first.restore()
+        assert (
+            repr(first) == "<sparing on BertModel: restored (1 of 2 attention layers approximated by another handle)>"
+        )
+    assert repr(first) == "<sparing on BertModel: restored>"
+
+
+def test_an_oracle_says_that_it_is_a_yardstick(bert):
+    with pytest.warns(UserWarning, match=r"top_keys\(keys=4\) is an oracle, a yardstick: .* slower") as told:
+        sparing.approximate(bert, "top_keys(keys=4)").restore()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_calls(bert, "top_keys(keys=4)", lambda: run(bert, inputs("bert")))

@@ -162,6 +162,12 @@ def _refusal(layer: AttentionLayer, settings: LayerSettings) -> str | None:
 
 
 def _warn(places: list[AttentionLayer], wanted: dict[int, LayerSettings]) -> None:
+    for spec in dict.fromkeys(str(each.method) for each in wanted.values() if each.method.oracle):
+        warnings.warn(
+            f"{spec} is an oracle, a yardstick: it computes exact attention first, so the model runs slower than with "
+            "exact attention; see sparing.list_methods() for methods to use",
+            stacklevel=4,
+        )
     found = {}
     for index, settings in wanted.items():
         method, target = settings.method, places[index].target

@@ -16,7 +16,7 @@ from sparing.transformers.arguments import Layers, What, read_arguments
 from sparing.transformers.cache import prepare_cache
 from sparing.transformers.config_recipe import recipe_of, write_recipe
 from sparing.transformers.find import AttentionLayer, find
-from sparing.transformers.positions import check_learned_positions
+from sparing.transformers.positions import check_learned_positions, is_position_check
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.runtime.adapters import set_class
 from sparing.transformers.runtime.by_name import state_by_name
@@ -60,8 +60,10 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether `restore()` has not been called."""
-        return not self._restored
+        """Whether neither `restore()` nor `sparing.restore(model)` has been called."""
+        states = {index: state_of(self._layers[index].module) for index in self._settings}
+        here = [state is not None and self._settings[index] in state.stack for index, state in states.items()]
+        return not self._restored and (any(here) or not here)
 
     @property
     def layers(self) -> dict[str, str]:
@@ -76,17 +78,17 @@ class Handle:
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts of what the approximated layers have run so far: calls, sampling rates, FLOPs; no times.
 
-        `print(handle.statistics())` shows a table. Runs of a compiled model are not counted, but for the reason why its
-        tokens run exact attention, which counts as one call.
+        `print(handle.statistics())` shows a table. Runs of a compiled model are not counted, which `compiled` says, but
+        for the reason why its tokens run exact attention, which counts as one call.
 
         reset: set all counts to zero afterwards.
         """
-        layers = []
+        layers, compiled = [], any(settings.compiled for settings in self._settings.values())
         for index, settings in self._settings.items():
             layers.append(LayerStatistics(self._layers[index].name, settings.method, settings.counted()))
             if reset:
-                settings.tally, settings.graph_reason = Tally(), None
-        return Statistics(tuple(copy.deepcopy(layer) for layer in layers))
+                settings.tally, settings.graph_reason, settings.compiled = Tally(), None, False
+        return Statistics(tuple(copy.deepcopy(layer) for layer in layers), compiled)
 
     def __enter__(self) -> Handle:
         return self
@@ -98,6 +100,8 @@ class Handle:
 
     def __repr__(self) -> str:
         lines = [f"<sparing on {type(self.model).__name__}: {self._summary()}"]
+        if not self.active:
+            return f"{lines[0]}>"
         runs: list[tuple[str, list[str]]] = []
         for layer in self._layers:
             method = method_of(layer.module)
@@ -146,10 +150,11 @@ class Handle:
         return [text if len(found) == 1 else f"some layers: {text}" for case, text in lines.items() if case in found]
 
     def _summary(self) -> str:
-        if not self.active:
-            return "restored"
         count = sum(method_of(layer.module) is not None for layer in self._layers)
-        return f"{count} of {len(self._layers)} attention layers approximated"
+        text = f"{count} of {len(self._layers)} attention layers approximated"
+        if self.active:
+            return text
+        return f"restored ({text} by another handle)" if count else "restored"
 
 
 def approximate(
@@ -243,7 +248,45 @@ def _apply(layer: AttentionLayer, state: LayerState, settings: LayerSettings, un
         undo.append(layer.module.register_forward_hook(_check_called).remove)
 
 
+def restore(model: nn.Module) -> None:
+    """Undo every call of `approximate()` on a model, also those whose handles are lost, and on a copy of a model.
+
+    A recipe with which the model was loaded (`attn_implementation="sparing"`) stays.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64))
+    >>> for method in ("nystrom", "window"):
+    ...     handle = sparing.approximate(model, method)  # the first handle is lost
+    >>> sparing.restore(model)
+    >>> print(handle)
+    <sparing on BertModel: restored>
+    """
+    places = find(model)
+    for layer in places:
+        if (state := state_of(layer.module)) is None:
+            continue
+        for settings in [each for each in state.stack if not each.from_config]:
+            _remove(layer, state, settings)
+        for config in state.configs:
+            config.release()
+    for module in model.modules():
+        for hooks, kinds in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+        ):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
+                kinds.pop(key, None)
+    write_recipe(model, places)
+
+
+def _is_ours(hook: Any) -> bool:
+    return hook in (prepare_cache, _check_called) or is_position_check(hook)
+
+
 def _remove(layer: AttentionLayer, state: LayerState, settings: LayerSettings) -> None:
+    if settings not in state.stack:  # `restore(model)` was faster
+        return
     state.stack.remove(settings)
     if not state.stack:
         set_state(layer.module, None)

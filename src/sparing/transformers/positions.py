@@ -99,6 +99,11 @@ def check_learned_positions(model: nn.Module) -> Callable[[], None]:
     return remove
 
 
+def is_position_check(hook: Any) -> bool:
+    """Return whether a hook is one of `check_learned_positions`."""
+    return isinstance(hook, partial) and hook.func is _check_rows
+
+
 def _check_rows(name: str, table: Any, args: tuple[Any, ...]) -> None:
     if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor) or not args[0].numel():
         return

@@ -57,6 +57,7 @@ class LayerSettings:
     tally: Tally = field(default_factory=Tally)
     warned: set[str] = field(default_factory=set)  #: reasons that were warned about, in all layers of the handle
     graph_reason: str | None = None  #: why a compiled graph, whose calls are not counted, ran exact attention
+    compiled: bool = False  #: the method was traced into a compiled graph, whose calls are not counted
     observer: Callable[[ObservedCall], None] | None = None  #: gets every call, which then runs exact attention
     exact: bool = field(init=False)  #: the method is exact attention
 
@@ -152,6 +153,7 @@ class ConfigState:
     config: Any
     implementation: str | None = None  #: the name in the config before
     users: int = 0  #: number of settings that need sparing's name
+    released: int = 0  #: how often `release` has been called
     recipe: Any = None  #: `config.sparing` before any of `writers` wrote there
     writers: WeakValueDictionary[int, nn.Module] = field(default_factory=WeakValueDictionary)
     warned: set[str] = field(default_factory=set)  #: reasons that layers with the config's recipe warned about
@@ -164,8 +166,11 @@ class ConfigState:
             self.implementation = previous
         self.users += 1
         self.config._attn_implementation_internal = NAME if self.implementation == NAME else CHOSEN
+        epoch = self.released
 
         def remove() -> None:
+            if self.released != epoch:
+                return
             self.users -= 1
             if self.users == 0:
                 self.config._attn_implementation_internal = self.implementation
@@ -173,6 +178,12 @@ class ConfigState:
                 self.config._attn_implementation_internal = previous
 
         return remove
+
+    def release(self) -> None:
+        """Restore the name, whoever uses it; functions that `name_sparing` has returned do nothing any more."""
+        if self.users:
+            self.users, self.released = 0, self.released + 1
+            self.config._attn_implementation_internal = self.implementation
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "writers": None}  # a copied model has not written into the config

@@ -215,6 +215,7 @@ class Statistics:
     """What `Handle.statistics()` returns: one entry for each approximated layer, and the whole model's `total`."""
 
     layers: tuple[LayerStatistics, ...]
+    compiled: bool = False  #: the model also ran compiled, and calls of compiled graphs are not counted
 
     @property
     def total(self) -> LayerStatistics:
@@ -240,7 +241,10 @@ class Statistics:
                 "; ".join(f"{why} ({count})" for why, count in layer.exact_reasons.items()) or "-",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.compiled:
+            lines.append("calls of compiled graphs are not counted; run the model without torch.compile to count them")
+        return "\n".join(lines)
 
 
 def _valid_part(facts: Mapping[str, Tensor], length: int, features: int | None) -> dict[str, Tensor] | None:

@@ -24,9 +24,9 @@ def is_approximated(model: nn.Module) -> bool:
 
 
 def approximate_prompts(model: nn.Module, what: What, *, seed: int | None = 0) -> Handle:
-    """Approximate a model for a measurement: prompts only, and without the warning about further training."""
+    """Approximate a model for a measurement: prompts only, and without warnings of what should not be used."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*needs further training")
+        warnings.filterwarnings("ignore", message=".*(needs further training|is an oracle)")
         return approximate(model, what, seed=seed, when="prefill")
 
 

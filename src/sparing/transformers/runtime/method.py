@@ -55,6 +55,7 @@ def run_method(state: LayerState, settings: LayerSettings, given: MethodArgument
         return attention(query, key, value, **{**call, "method": "exact"})
     try:
         if torch.compiler.is_compiling():  # calls in a graph are not counted
+            settings.compiled = True
             return attention(query, key, value, **call)
         found = inspect(query, key, value, brief=True, past=past, **call)
     except Unsupported as error:
