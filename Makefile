@@ -13,6 +13,7 @@ CSRC := $(shell find src/sparing/native/csrc -name '*.h' -o -name '*.cpp')
 
 # Two answers, with the verdicts first: an encoder at its own 512 tokens, and generation after a long context.
 compare: $(KERNELS)
+	@echo "This measures two models, and takes about 5 minutes on two cores; the answers come at the end."
 	$(BIN)/sparing compare minilm --documents 4 --rounds 3 --out out > /dev/null
 	$(BIN)/sparing compare smollm2 --when decode --contexts 3000 --documents 2 --facts 15 \
 		--methods "multipole,window(size=512, sinks=4)" --out out/generation > /dev/null
