@@ -152,7 +152,9 @@ def compare(
             ).rows(all_texts, named, lengths_of, documents or PASSAGES, cases)  # fmt: skip
             words.append(generation_summary(generated))
         if "prefill" in modes:
-            sweep = Sweep(given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, progress=tell)
+            sweep = Sweep(
+                given, specs, store, here, seeds=seeds, rounds=rounds, batch=together, lengths=lengths, progress=tell
+            )
             found = sweep.qualities(workers, backend)
             times = sweep.seconds()
             points = sweep.points() if lengths else {}

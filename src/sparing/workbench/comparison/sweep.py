@@ -44,6 +44,7 @@ class Sweep:
         seeds: int,
         rounds: int,
         batch: int,
+        lengths: bool,
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.given, self.specs, self.store, self.here = given, list(specs), store, here
@@ -53,7 +54,7 @@ class Sweep:
             "model": given.subject.fingerprint, "tokens": given.fingerprint,
             "versions": [here["torch"], here["transformers"], here["sparing"]],
         }  # fmt: skip
-        self.done, self.steps = 0, len(self._quality_cells()) + len(specs) + len(LENGTHS)
+        self.done, self.steps = 0, len(self._quality_cells()) + len(specs) + lengths * len(LENGTHS)
 
     @property
     def padding(self) -> float:

@@ -131,8 +131,9 @@ class Comparison:
         return f"{self.documents} document{'s' * (self.documents != 1)} of up to {self.tokens} tokens{cut}"
 
     def __repr__(self) -> str:
-        settings = len({row.method for row in self.rows} | {row.method for row in self.generation})
-        return f"<Comparison of {settings} settings in {self.model} on {self.data}: {self.headline}>"
+        count = len({row.method for row in self.rows} | {row.method for row in self.generation})
+        settings = f"{count} setting{'s' * (count != 1)}"
+        return f"<Comparison of {settings} in {self.model} on {self.data}: {self.headline}>"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: the headline, its evidence, and the rows in short."""
