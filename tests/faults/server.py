@@ -86,7 +86,7 @@ def fixed_clock() -> None:
 
     same = Interval(2.0, 2.0, 2.0)
     sweep.seconds = lambda *args, **options: Seconds(same, same, 0.05, 1000, 2000, same)
-    sweep.race_at = lambda seen, racers, length: ({spec: list(same) for spec in racers}, 0.01)
+    sweep.race_at = lambda seen, racers, length: ({spec: list(same) for spec in racers}, 0.01, "")
     clock.call_gains = lambda subject, ids, specs, objective: dict.fromkeys(specs, same)
     clock.model_gain = lambda *args: same
 
