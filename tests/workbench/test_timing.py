@@ -15,10 +15,10 @@ from sparing.report.terminal import Terminal
 from sparing.store import Store
 from sparing.workbench import timing
 from sparing.workbench.cells import is_time
-from sparing.workbench.comparison.generation_row import judge
+from sparing.workbench.comparison.generation_row import generation_summary, judge
 from sparing.workbench.comparison.judgement import FASTER, UNKNOWN
 from sparing.workbench.timing import undisturbed
-from tests.support.generations import NO_CHANGE, facts_of, times_of
+from tests.support.generations import NO_CHANGE, facts_of, row_of, times_of
 from tests.support.small_models import TEXTS, subject
 
 LINUX = pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux says what other programs take")
@@ -71,7 +71,11 @@ def test_a_busy_machine_times_nothing_and_keeps_nothing(limits, others, tmp_path
     assert row.verdict == UNKNOWN
     assert "this machine is too busy to time it: other programs take " in row.reason
     assert found.headline == "Cannot tell: this machine is busy"
-    assert "too busy to time it" in found.summary
+    assert found.summary.startswith(
+        "On 3 documents of up to 40 tokens 1 of 1 settings stay within 1.00% (1 - cosine of the embedding), but this "
+        "machine is too busy to time them: other programs take "
+    )
+    assert found.summary.endswith(" of the processors. Measure again when it is idle.")
     console = Terminal()
     with console.capture() as told:
         show(found, console=console)
@@ -90,6 +94,13 @@ def test_disturbed_tokens_are_not_called_faster():
     assert judge(NO_CHANGE, NO_CHANGE, facts_of(80, 79), times, **given)[0] == FASTER
     word, reason = judge(NO_CHANGE, NO_CHANGE, facts_of(80, 79), replace(times, disturbed="noise"), **given)
     assert (word, reason) == (UNKNOWN, "it is safe, but this machine is too busy to time it: noise")
+    row = row_of(word, 900, 2.0, reason=reason, times=replace(times, disturbed="noise"))
+    assert generation_summary([row]) == (
+        "Generation after 900 tokens: multipole is safe, but this machine is too busy to time it: noise. Measure again "
+        "when it is idle."
+    )
+    open_ = replace(row, reason="few cases")
+    assert generation_summary([open_]).endswith("is safe (few cases). Nor was it timed: noise.")
 
 
 def test_a_busy_machine_makes_no_plan(limits, others, tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.headline import doubts, fastest
-from sparing.workbench.comparison.judgement import KEPT, SLOWER, UNKNOWN, UNSAFE, keeps, timed_verdict, within
+from sparing.workbench.comparison.judgement import KEPT, SLOWER, UNKNOWN, UNSAFE, UNTIMED, keeps, timed_verdict, within
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import MARGIN, Interval
@@ -111,6 +111,13 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
             f"{said}{''.join(f' After {row.context:,}: {row.verdict}, {row.reason}.' for row in doubts(best, known))}"
         )
     there = [row for row in known if row.context == longest]
+    untimed = [row for row in there if row.reason.startswith(UNTIMED)]
+    if untimed:
+        names = ", ".join(dict.fromkeys(row.method for row in untimed))
+        return (
+            f"Generation after {longest:,} tokens: {names} is safe, but this machine is too busy to time it: "
+            f"{untimed[0].disturbed}. Measure again when it is idle."
+        )
     safe = [row for row in there if row.verdict == SLOWER]
     if safe:
         return (
@@ -118,14 +125,15 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
             f"{_later(safe[0])}"
         )
     open_ = [row for row in there if row.verdict == UNKNOWN]
-    if open_ and not any(_faster(row.times) for row in open_):
+    if open_ and not any(_faster(row.times) or row.disturbed for row in open_):
         what = "nothing that may be safe is faster" if any(_faster(row.times) for row in there) else "nothing is faster"
         return f"Generation after {longest:,} tokens: keep exact attention, {what} here.{_later(open_[0])}"
     if open_:
         best = max(open_, key=lambda row: row.times.token_speed.median)  # type: ignore[union-attr]
+        gain = f"Nor was it timed: {best.disturbed}." if best.disturbed else _gain(best)
         return (
             f"Generation after {longest:,} tokens: these cases cannot tell whether {best.method} is safe "
-            f"({best.reason}). {_gain(best)}"
+            f"({best.reason}). {gain}"
         )
     mildest = min(there, key=lambda row: abs(row.change.mean) if row.change else math.inf)
     return (

@@ -10,6 +10,7 @@ from sparing.workbench.estimate import Estimate
 FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower here", "not safe", "oracle", "refused"
 UNKNOWN = "cannot tell"  #: too few cases
 VERDICTS = (FASTER, SLOWER, UNKNOWN, UNSAFE, ORACLE, REFUSED)  #: in the order of use
+UNTIMED = "it is safe, but this machine is too busy to time it"  #: how the reason of such a row starts
 KEPT = 0.9  #: share of the facts that must be kept, by the lower end of the interval
 
 Holds = tuple[bool | None, str]  #: whether a requirement holds (None: too few cases to tell), and why not
@@ -18,7 +19,7 @@ Holds = tuple[bool | None, str]  #: whether a requirement holds (None: too few c
 def timed_verdict(faster: bool, disturbed: str) -> tuple[str, str]:
     """Return the verdict of what is safe, and what cannot be told. disturbed: by what, if times say nothing."""
     if disturbed:
-        return UNKNOWN, f"it is safe, but this machine is too busy to time it: {disturbed}"
+        return UNKNOWN, f"{UNTIMED}: {disturbed}"
     return (FASTER if faster else SLOWER), ""
 
 

@@ -23,6 +23,7 @@ from sparing.workbench.comparison.judgement import (
     SLOWER,
     UNKNOWN,
     UNSAFE,
+    UNTIMED,
     VERDICTS,
     keeps,
     timed_verdict,
@@ -339,6 +340,12 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
     unknown = [row for row in tried if row.verdict == UNKNOWN]
+    untimed = [row for row in unknown if row.reason.startswith(UNTIMED)]
+    if untimed:
+        return (
+            f"{on} {len(untimed) + len(safe)} of {len(tried)} settings stay {within}, but this machine is too busy to "
+            f"time them: {untimed[0].disturbed}. Measure again when it is idle."
+        )
     if safe:
         return (
             f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
