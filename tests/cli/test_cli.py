@@ -29,7 +29,9 @@ def test_compare_prints_a_readable_table(capsys, tmp_path):
     out, cache = tmp_path / "found.json", tmp_path / "cache"
     assert main(["compare", *QUICK, "--layers", "--json", str(out), "--cache", str(cache)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Keep exact attention\nOn 3 documents of up to 64 tokens keep exact attention")
+    first, second, *_ = text.splitlines()
+    assert first in ("Keep exact attention", "Cannot tell yet"), "which of the two depends on the times"
+    assert second.startswith("On 3 documents of up to 64 tokens keep exact attention")
     assert max(map(len, text.splitlines())) <= 100
     for word in (
         "minilm (encoder, float32) on Python help topics",
@@ -78,12 +80,12 @@ def test_json_goes_to_standard_output_in_place_of_the_tables(capsys, tmp_path):
     assert main([*given, "--json", "-", "--html", str(tmp_path / "page.html")]) == 0
     out, err = capsys.readouterr()
     held = json.loads(out)
-    assert held["headline"] == "Keep exact attention"
+    assert held["summary"].startswith("On 3 documents of up to 64 tokens keep exact attention")
     assert err == f"wrote {tmp_path / 'page.html'}\n"
     assert main([*given, "--json", str(written), "--quiet"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(written.read_text()) == held
-    assert out.startswith("Keep exact attention")
+    assert out.startswith(held["headline"])
     assert err == ""
 
 
@@ -369,9 +371,11 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "broken_module_of_mine.py").write_text("import no_such_package")
+    (tmp_path / "json.py").write_text("")
     for name, said in (
         ("no_such_module", "there is no such module in the current folder or on Python's path"),
         ("no_such_file.py", "there is no such file"),
+        ("json.py", "another module is named json; rename the file"),
         ("broken_module_of_mine", "ModuleNotFoundError: No module named 'no_such_package'"),
     ):
         assert main(["compare", "--import", name]) == 2

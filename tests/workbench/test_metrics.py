@@ -38,7 +38,9 @@ def test_few_documents_that_agree_do_not_show_that_all_do():
     ]
     assert (row.change.mean, row.verdict) == (0.0, "cannot tell")
     assert row.change.high == pytest.approx(1 - 0.025 ** (1 / 5))
-    row = compare(one, LABELLED, metric="accuracy", **{**QUICK, "methods": ["window(size=1000)"]}).rows[0]
+    row = compare(
+        one, LABELLED, metric="accuracy", **{**QUICK, "methods": ["multipole(tolerance=0.9, block=16)"]}
+    ).rows[0]
     assert row.change.most == pytest.approx(1 - 0.025 ** (1 / 5))
     assert proportion(3, 10).low < 0.3 < proportion(3, 10).high
     assert proportion(10, 10).high == 1.0
@@ -224,7 +226,7 @@ def test_short_documents_and_those_that_the_model_would_cut_are_said(tmp_path, c
     found = compare(subject(), ["a few words"] * 3, **QUICK)
     assert len(found.notes) == 1
     assert "half of them have 11 tokens or fewer" in found.notes[0]
-    assert "--whole (whole=True)" in found.notes[0]
+    assert "read them with --whole (sparing.documents.read(..., whole=True))" in found.notes[0]
     long = compare("minilm", ["some words " * 300, "other words " * 300], **{**QUICK, "length": 300})
     assert long.notes == (
         "sentence-transformers cuts texts at 256 tokens for this model (max_seq_length); these documents have up to "

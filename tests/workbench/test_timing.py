@@ -10,13 +10,16 @@ from dataclasses import replace
 import pytest
 
 import sparing
+from sparing.report.bench import show as show_bench
 from sparing.report.table import show
 from sparing.report.terminal import Terminal
 from sparing.store import Store
 from sparing.workbench import timing
+from sparing.workbench.benchmark.bench import bench
+from sparing.workbench.benchmark.results import BenchSettings
 from sparing.workbench.cells import is_time
 from sparing.workbench.comparison.generation_row import generation_summary, judge
-from sparing.workbench.comparison.judgement import FASTER, UNKNOWN
+from sparing.workbench.comparison.judgement import FASTER, UNKNOWN, UNTIMED
 from sparing.workbench.timing import undisturbed
 from tests.support.generations import NO_CHANGE, facts_of, row_of, times_of
 from tests.support.small_models import TEXTS, subject
@@ -29,6 +32,7 @@ def limits(monkeypatch):
     """The limits that users have."""
     monkeypatch.setattr(timing, "OTHER_WORK", 0.1)
     monkeypatch.setattr(timing, "SPREAD", 1.25)
+    monkeypatch.setattr(timing, "_LEAST", 0.25)
 
 
 @pytest.fixture
@@ -68,8 +72,9 @@ def test_a_busy_machine_times_nothing_and_keeps_nothing(limits, others, tmp_path
     given = {"methods": ["window(size=500)"], "length": 40, "rounds": 1, "jobs": 1, "documents": 3}
     found = sparing.compare(subject(), TEXTS, **given, cache=tmp_path)
     (row,) = found.rows
-    assert row.verdict == UNKNOWN
-    assert "this machine is too busy to time it: other programs take " in row.reason
+    assert row.verdict == UNTIMED
+    assert row.reason.startswith("this machine is too busy to time it: other programs take ")
+    assert found.records()[0]["model_speed"] is None
     assert found.headline == "Cannot tell: this machine is busy"
     assert found.summary.startswith(
         "On 3 documents of up to 40 tokens 1 of 1 settings stay within 1.00% (1 - cosine of the embedding), but this "
@@ -80,7 +85,7 @@ def test_a_busy_machine_times_nothing_and_keeps_nothing(limits, others, tmp_path
     with console.capture() as told:
         show(found, console=console)
     (line,) = [line for line in told.get().splitlines() if line.lstrip().startswith("window(size=500)  ")]
-    assert line.split()[-4:] == ["?", "?", "cannot", "tell"]
+    assert line.split()[-4:] == ["?", "?", "safe,", "untimed"]
     assert "x as fast" not in found.summary
     assert row.points == ()
     kept = [cell for cell in cells(tmp_path) if "machine" in cell]
@@ -93,13 +98,13 @@ def test_disturbed_tokens_are_not_called_faster():
     times = times_of(2.0)
     assert judge(NO_CHANGE, NO_CHANGE, facts_of(80, 79), times, **given)[0] == FASTER
     word, reason = judge(NO_CHANGE, NO_CHANGE, facts_of(80, 79), replace(times, disturbed="noise"), **given)
-    assert (word, reason) == (UNKNOWN, "it is safe, but this machine is too busy to time it: noise")
+    assert (word, reason) == (UNTIMED, "this machine is too busy to time it: noise")
     row = row_of(word, 900, 2.0, reason=reason, times=replace(times, disturbed="noise"))
     assert generation_summary([row]) == (
         "Generation after 900 tokens: multipole is safe, but this machine is too busy to time it: noise. Measure again "
         "when it is idle."
     )
-    open_ = replace(row, reason="few cases")
+    open_ = replace(row, verdict=UNKNOWN, reason="few cases")
     assert generation_summary([open_]).endswith("is safe (few cases). Nor was it timed: noise.")
 
 
@@ -123,3 +128,10 @@ def test_times_alone_are_measured_again(tmp_path):
 
 def cells(folder):
     return [json.loads(path.read_text())["cell"] for path in folder.glob("*.json")]
+
+
+def test_a_busy_bench_says_so_first(limits, others, capsys):
+    found = bench(BenchSettings(methods=("window(size=4)",), lengths=(16,), heads=1, width=8, backward=False))
+    assert found.disturbed.startswith("other programs take ")
+    show_bench(found)
+    assert "This machine was busy: other programs take " in capsys.readouterr().out

@@ -81,8 +81,11 @@ def import_modules(options: argparse.Namespace) -> None:
             file = Path(name)
             if not file.is_file():
                 raise ValueError(f"--import {name}: there is no such file")
-            sys.path.insert(0, str(file.resolve().parent))
             module = file.stem
+            known = getattr(sys.modules.get(module), "__file__", None)
+            if module in sys.modules and (known is None or Path(known).resolve() != file.resolve()):
+                raise ValueError(f"--import {name}: another module is named {module}; rename the file")
+            sys.path.insert(0, str(file.resolve().parent))
         try:
             import_module(module)
         except Exception as error:  # code of the user's

@@ -90,8 +90,10 @@ def _has_layers(recipe: Path) -> bool:
 
     try:
         return bool(Recipe.load(recipe).layers)
-    except (OSError, ValueError):  # there is none, or it cannot be used anyhow
+    except FileNotFoundError:
         return False
+    except (OSError, ValueError):  # edited by hand, or of a later version
+        return True
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     if not found.holds and not options.replace and _has_layers(recipe):
         show(found, console=console)
         console.print(
-            f"wrote nothing: {recipe} holds a recipe with layers, and this one has none; --replace writes it, --out "
+            f"wrote nothing: {recipe} holds another recipe, and this one has no layers; --replace writes it, --out "
             "names another folder",
             soft_wrap=True,
         )

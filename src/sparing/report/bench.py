@@ -32,6 +32,10 @@ def show(bench: Bench, *, console: Terminal | None = None, targets: bool = False
     """Print everything; targets: also the figures that developers hold the kernels to."""
     console = console or Terminal()
     console.print(head(bench))
+    if bench.disturbed:
+        console.print(
+            f"This machine was busy: {bench.disturbed}. Trust no time below; run it again.", style="bold yellow"
+        )
     for table in tables(bench, console.width, targets=targets):
         console.print(table)
     console.print(notes(bench, targets=targets))

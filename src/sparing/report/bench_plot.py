@@ -40,7 +40,7 @@ def figure(bench: Bench) -> Figure:
     s, m = bench.settings, bench.machine
     found.suptitle(
         f"Speed-up against exact attention (SDPA float32). Batch {s.batch}, {s.heads} heads x {s.width}, {s.dtype}, "
-        f"{s.threads} threads, {m.get('cpu')}",
+        f"{s.threads} threads, {m.get('cpu')}{'. BUSY MACHINE: trust no time' if bench.disturbed else ''}",
         x=0.01, ha="left", fontsize=10,
     )  # fmt: skip
     return found

@@ -49,7 +49,8 @@ def full_table(found: Comparison) -> tuple[list[str], list[list[Cell]]]:
 
 def by_verdict(rows: Iterable[Row]) -> list[Row]:
     """Return the rows in the order of use: by verdict, and the fastest first."""
-    return sorted(rows, key=lambda row: (VERDICTS.index(row.verdict), -(finite(row.speed and row.speed.median) or 0)))
+    named = [row for row in rows if row.method.partition("(")[0] != "exact"]  # which has a row of its own
+    return sorted(named, key=lambda row: (VERDICTS.index(row.verdict), -(finite(row.speed and row.speed.median) or 0)))
 
 
 def _exact_cells(found: Comparison) -> dict[str, Cell]:
@@ -124,15 +125,21 @@ def _depth(count: DepthCount, number: int, facts: FactCount) -> Heat:
 def exact_costs(rows: Sequence[GenerationRow]) -> list[Cell]:
     """Return the cells of exact attention, in the order of `COSTS`: medians over what was timed beside each method."""
     times = [row.times for row in rows if row.times is not None]
+    quiet = [each for each in times if not each.disturbed]
 
     def middle(name: str) -> float:
         return statistics.median(getattr(each, name) for each in times)
 
+    def spent(name: str, text: Callable[[float], str]) -> Cell:
+        if not quiet:
+            return Cell("?", None, times[0].disturbed)
+        return _number(statistics.median(getattr(each, name) for each in quiet), text)
+
     cache = statistics.mode(each.exact_cache for each in times)
     return [
         Cell(f"exact, {cache} cache"), Cell(), Cell(str(rows[0].context), rows[0].context),
-        _number(middle("exact_token"), milliseconds), Cell("1x", 1.0), _number(middle("exact_attention"), milliseconds),
-        Cell("1x", 1.0), _number(middle("exact_prompt"), seconds), _number(middle("exact_prompt_attention"), seconds),
+        spent("exact_token", milliseconds), Cell("1x", 1.0), spent("exact_attention", milliseconds),
+        Cell("1x", 1.0), spent("exact_prompt", seconds), spent("exact_prompt_attention", seconds),
         _number(middle("cache_bytes"), lambda value: megabytes(round(value))), Cell(),
         _number(rows[0].context, "{:.0f}".format), Cell(),
     ]  # fmt: skip

@@ -12,14 +12,15 @@ from rich.text import Text
 from sparing.report.numbers import ratio
 from sparing.report.page_table import SCORES, by_verdict, generation_tables
 from sparing.report.terminal import Terminal
-from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE
+from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE, UNTIMED
 from sparing.workbench.comparison.verdict import Comparison, Row, percentage, rounded
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 
 _WORDS = {
     FASTER: Text("safe, faster", "bold green"), SLOWER: Text("safe, slower", "green"), UNSAFE: Text("not safe", "red"),
-    UNKNOWN: Text("cannot tell", "yellow"), ORACLE: Text("oracle", "dim"), REFUSED: Text("refused", "dim"),
+    UNTIMED: Text("safe, untimed", "green"), UNKNOWN: Text("cannot tell", "yellow"),
+    ORACLE: Text("oracle", "dim"), REFUSED: Text("refused", "dim"),
 }  # fmt: skip
 _SHOWN = 8  # layers that have columns of their own, in 100 characters
 _METHOD = 28  # characters that a method has at least before columns are left out for it
@@ -109,7 +110,7 @@ def _fitted(
     kept = [place for place in range(len(titles)) if any(_width(row[place]) for row in rows)]
 
     def needed() -> int:
-        return min(wide[0], _METHOD) + sum(wide[column] + 1 for column in kept[1:]) + 1
+        return min(wide[0], _METHOD) + sum(wide[column] + 1 for column in kept[1:]) + 2
 
     missing = [title for title in _LEFT_OUT if title in titles and list(titles).index(title) in kept]
     out = []
@@ -120,7 +121,7 @@ def _fitted(
     if out:
         caption += f" A wider terminal also shows: {', '.join(out)}."
     table = _table(caption=caption, **options)
-    room = width - sum(wide[column] + 1 for column in kept[1:]) - 1
+    room = width - sum(wide[column] + 1 for column in kept[1:]) - 2
     table.add_column("method", overflow="fold", max_width=max(room, 12))
     for column in kept[1:]:
         title = titles[column].replace("its speed", "speed")

@@ -237,7 +237,7 @@ class Statistics:
             rows.append((
                 layer.name, str(layer.method), str(layer.calls), str(layer.steps), str(layer.exact_calls),
                 str(layer.covered), _count(layer.keys_read), _share(layer.rate), _ratio(layer.paper_reduction),
-                _ratio(layer.projection_reduction), _ratio(layer.reduction),
+                _ratio(layer.projection_reduction), _ratio(layer.reduction if layer.tally.flops else None),
                 "; ".join(f"{why} ({count})" for why, count in layer.exact_reasons.items()) or "-",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]

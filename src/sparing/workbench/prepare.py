@@ -63,7 +63,8 @@ class Prepared:
         if len(self.typical) < SHORT:
             found.append(
                 f"Short documents: half of them have {len(self.typical)} tokens or fewer, of which most methods read "
-                "all; this says nothing about longer ones. --whole (whole=True) reads a text file as one document."
+                "all; this says nothing about longer ones. If each text file is one document, read them with --whole "
+                "(sparing.documents.read(..., whole=True))."
             )
         cut = self.subject.sentence_length
         if cut is not None and self.tokens > cut:

@@ -63,8 +63,7 @@ def undisturbed(
     for _ in range(tries):
         before, start = _others(), time.perf_counter()
         found = measure()
-        if OTHER_WORK < 1:
-            time.sleep(max(_LEAST - (time.perf_counter() - start), 0.0))
+        time.sleep(max(_LEAST - (time.perf_counter() - start), 0.0))
         said = _disturbance(before, start, exact(found))
         if not said:
             break

@@ -3,7 +3,7 @@
 
 const LINES = ["solid", "dash", "dot"], SERIES = 8;
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "triangle-down", "x"];
-const USABLE = ["safe and faster", "safe, but slower here", "cannot tell"]; // in the order of the names below the chart
+const USABLE = ["safe and faster", "safe, but slower here", "safe, not timed", "cannot tell"]; // in the order of the names below the chart
 
 function styled(lines) {
   const rank = ({ verdict }) => (USABLE.includes(verdict) ? USABLE.indexOf(verdict) : USABLE.length);

@@ -4,6 +4,7 @@ const VERDICTS = {
   "exact attention": { colour: "exact", symbol: "square", size: 10 },
   "safe and faster": { colour: "faster", symbol: "star", size: 15 },
   "safe, but slower here": { colour: "slower", symbol: "circle", size: 10 },
+  "safe, not timed": { colour: "slower", symbol: "circle-open", size: 10 },
   "cannot tell": { colour: "series-5", symbol: "diamond", size: 10 },
   "not safe": { colour: "unsafe", symbol: "x", size: 9 },
   oracle: { colour: "oracle", symbol: "triangle-up-open", size: 11 },

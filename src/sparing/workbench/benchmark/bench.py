@@ -38,7 +38,7 @@ from sparing.workbench.benchmark.workload import (
     sdpa_work,
 )
 from sparing.workbench.machine import machine
-from sparing.workbench.timing import interval, race, threads
+from sparing.workbench.timing import interval, race, threads, undisturbed
 
 METHODS: tuple[str, ...] = (*dict.fromkeys(target.method for target in TARGETS), "monte_carlo(alpha=0.2)")
 GATE_LENGTH = 1000  # not a multiple of a block, so that remainders are checked
@@ -88,6 +88,7 @@ def bench(settings: BenchSettings, *, progress: Progress = lambda text, done, st
             gates=gates,
             timings=track.timings,
             ratios=track.ratios,
+            disturbed=track.disturbed,
             peers=_statuses(chosen) if settings.peers else [],
             facts=beside,
             duration=time.perf_counter() - start,
@@ -174,6 +175,7 @@ class _Track:
         self.settings, self.sides = settings, sides
         self.timings: list[Timing] = []
         self.ratios: list[Ratio] = []
+        self.disturbed = ""
 
     def run(self, inputs: AttentionInputs, part: Pass, tell: Callable[[str], None]) -> None:
         """Race all sides that can run at one length in one pass, round by round."""
@@ -196,7 +198,10 @@ class _Track:
                 self.timings.append(Timing(side=side.name, length=length, part=part, why=why))
         tell(f"{length} tokens, {part}: {len(ready)} sides, interleaved")
         entries = list(ready.values())
-        taken = race([e.call for e in entries], [e.rounds for e in entries], [e.repeats for e in entries])
+        taken, disturbed = undisturbed(
+            lambda: race([e.call for e in entries], [e.rounds for e in entries], [e.repeats for e in entries]), tries=1
+        )
+        self.disturbed = self.disturbed or disturbed
         seconds = dict(zip(ready, taken, strict=True))
         for side in self.sides:
             if side.name in ready:

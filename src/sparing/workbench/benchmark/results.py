@@ -165,6 +165,7 @@ class Bench:
     peers: list[PeerStatus] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
     duration: float = 0.0  #: seconds
+    disturbed: str = ""  #: by what, if any of the times say nothing
 
     def gate(self, spec: str) -> Gate | None:
         return next((gate for gate in self.gates if gate.method == spec), None)

@@ -26,7 +26,7 @@ from sparing.workbench.comparison.generation import (
     continuing,
 )
 from sparing.workbench.comparison.generation_row import GenerationRow, generation_summary
-from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNSAFE
+from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, UNTIMED
 from sparing.workbench.comparison.ladder import generation_ladder, ladder
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.sweep import Sweep
@@ -223,7 +223,7 @@ def _with_facts(
     contexts = contexts_of(runs.subject, length, count)
     if tolerance is not None and not contexts:
         raise ValueError(f"metric='needle': no task fits into {length} tokens; use longer documents, or metric=None")
-    able = (FASTER, SLOWER) if tolerance is None else (FASTER, SLOWER, UNSAFE)
+    able = (FASTER, SLOWER, UNTIMED) if tolerance is None else (FASTER, SLOWER, UNTIMED, UNKNOWN, UNSAFE)
     asked = [
         row.method for row in table
         if row.verdict in able and (tolerance is not None or _method(row.method).name != "exact")

@@ -111,12 +111,11 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
             f"{said}{''.join(f' After {row.context:,}: {row.verdict}, {row.reason}.' for row in doubts(best, known))}"
         )
     there = [row for row in known if row.context == longest]
-    untimed = [row for row in there if row.reason.startswith(UNTIMED)]
+    untimed = [row for row in there if row.verdict == UNTIMED]
     if untimed:
-        names = ", ".join(dict.fromkeys(row.method for row in untimed))
         return (
-            f"Generation after {longest:,} tokens: {names} is safe, but this machine is too busy to time it: "
-            f"{untimed[0].disturbed}. Measure again when it is idle."
+            f"Generation after {longest:,} tokens: {untimed[0].method} is safe, but this machine is too busy to time "
+            f"it: {untimed[0].disturbed}. Measure again when it is idle."
         )
     safe = [row for row in there if row.verdict == SLOWER]
     if safe:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN
+from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN, UNTIMED
 from sparing.workbench.timing import MARGIN, Interval
 
 
@@ -61,10 +61,9 @@ def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) ->
         return f"Turn on {best.method.partition('(')[0]}{_where(best, generation, kind)}: {_times(best.speed)}"
     longest = max((row.context for row in generation), default=0)
     asked = [*(row for row in generation if row.context == longest), *rows]
-    unknown = [row for row in asked if row.verdict == UNKNOWN]
-    if any(row.disturbed for row in unknown):
+    if any(row.verdict == UNTIMED and not _is_exact(row) for row in asked):
         return "Cannot tell: this machine is busy"
-    if any(map(_is_faster, unknown)):
+    if any(row.verdict == UNKNOWN and _is_faster(row) for row in asked):
         return "Cannot tell yet"
     return "Keep exact attention"
 
@@ -72,7 +71,7 @@ def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) ->
 def doubts(best: J, generation: Iterable[J]) -> list[J]:
     """Return the same method at other contexts where it is not known to be safe, the longest first."""
     same = [row for row in generation if (row.method, row.when) == (best.method, best.when)]
-    return sorted((row for row in same if row.verdict not in (FASTER, SLOWER)), key=lambda row: -row.context)
+    return sorted((row for row in same if row.verdict not in (FASTER, SLOWER, UNTIMED)), key=lambda row: -row.context)
 
 
 def _where(best: Judged, generation: Iterable[Judged], kind: str) -> str:
@@ -88,7 +87,7 @@ def _rank(row: Judged) -> tuple[int, float]:
 
 
 def _is_faster(row: Judged) -> bool:
-    return row.speed is not None and row.speed.low > MARGIN and not _is_exact(row)
+    return row.speed is not None and not row.disturbed and row.speed.low > MARGIN and not _is_exact(row)
 
 
 def _is_exact(row: Judged) -> bool:

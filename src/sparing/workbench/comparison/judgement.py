@@ -8,18 +8,18 @@ from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.estimate import Estimate
 
 FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower here", "not safe", "oracle", "refused"
+UNTIMED = "safe, not timed"  #: other programs disturbed the times
 UNKNOWN = "cannot tell"  #: too few cases
-VERDICTS = (FASTER, SLOWER, UNKNOWN, UNSAFE, ORACLE, REFUSED)  #: in the order of use
-UNTIMED = "it is safe, but this machine is too busy to time it"  #: how the reason of such a row starts
+VERDICTS = (FASTER, SLOWER, UNTIMED, UNKNOWN, UNSAFE, ORACLE, REFUSED)  #: in the order of use
 KEPT = 0.9  #: share of the facts that must be kept, by the lower end of the interval
 
 Holds = tuple[bool | None, str]  #: whether a requirement holds (None: too few cases to tell), and why not
 
 
 def timed_verdict(faster: bool, disturbed: str) -> tuple[str, str]:
-    """Return the verdict of what is safe, and what cannot be told. disturbed: by what, if times say nothing."""
+    """Return the verdict of what is safe, and why it was not timed. disturbed: by what, if times say nothing."""
     if disturbed:
-        return UNKNOWN, f"{UNTIMED}: {disturbed}"
+        return UNTIMED, f"this machine is too busy to time it: {disturbed}"
     return (FASTER if faster else SLOWER), ""
 
 
@@ -86,4 +86,4 @@ def keeps(facts: FactCount | None, wanted: float) -> Holds:
         return True, ""
     if kept.high < wanted:
         return False, f"{said}, {kept.high:.0%} at most"
-    return None, f"{said}: {kept.low:.0%} at least, {wanted:.0%} wanted; more cases may tell"
+    return None, f"{said}: {kept.low:.0%} at least, {wanted:.0%} wanted; more contexts (--facts) may tell"

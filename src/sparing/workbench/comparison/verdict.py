@@ -245,7 +245,10 @@ def row_of(
     taken = _seconds(time)
     # An oracle runs on few documents, which may not be enough to have a neighbour.
     change = metric.change(by_seed) if all(map(metric.fits, by_seed)) else None
-    said, reason = verdict(spec, change, taken, tolerance, identical=max(errors) <= _ROUNDING)
+    identical = max(errors) <= _ROUNDING
+    if identical and change is not None:
+        change = Estimate(0.0, 0.0, 0.0, change.count)  # of any document, however few were measured
+    said, reason = verdict(spec, change, taken, tolerance)
     substitution, approximation = (
         _mean([getattr(layer, part) for layer in layers]) if layers else None for part in _PARTS
     )
@@ -279,18 +282,13 @@ def _ends(kind: str, by_seed: Sequence[list[End]]) -> End:
     return found | {name: _mean([one[name] for one in against]) for name in against[0]}
 
 
-def verdict(
-    spec: str, change: Estimate | None, time: Seconds, tolerance: float, *, identical: bool = False
-) -> tuple[str, str]:
-    """Judge a row, and say what cannot be told. Faster: the whole model is, in three rounds of four.
-
-    identical: the outputs of attention are those of exact attention, so that no number of documents could be too few.
-    """
+def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float) -> tuple[str, str]:
+    """Judge a row, and say what cannot be told. Faster: the whole model is, in three rounds of four."""
     if _method(spec).oracle:
         return ORACLE, ""
     if change is None:
         return UNKNOWN, "no document shows a change"
-    holds, reason = (True, "") if identical else within(change, tolerance, "change", "document")
+    holds, reason = within(change, tolerance, "change", "document")
     if holds is not True:
         return (UNSAFE, "") if holds is False else (UNKNOWN, reason)
     return timed_verdict(_faster(spec, time), time.disturbed)
@@ -335,12 +333,13 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
             f"{on}, {best.method} is {best.speed.median:.2f}x as fast as the exact model here, and {within}: "
             f"{best.change.mean:.2%} on average."
         )
-    tried = [row for row in rows if row.verdict in (SLOWER, UNKNOWN, UNSAFE) and _method(row.method).name != "exact"]
+    judged = (SLOWER, UNTIMED, UNKNOWN, UNSAFE)
+    tried = [row for row in rows if row.verdict in judged and _method(row.method).name != "exact"]
     safe = [row for row in tried if row.verdict == SLOWER]
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
     unknown = [row for row in tried if row.verdict == UNKNOWN]
-    untimed = [row for row in unknown if row.reason.startswith(UNTIMED)]
+    untimed = [row for row in tried if row.verdict == UNTIMED]
     if untimed:
         return (
             f"{on} {len(untimed) + len(safe)} of {len(tried)} settings stay {within}, but this machine is too busy to "
@@ -442,7 +441,7 @@ def finite(value: Any) -> Any:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"method": row.method, "verdict": row.verdict, "refused": row.refused}
+    found: dict[str, Any] = {"method": row.method, "verdict": row.verdict, "refused": row.refused, "reason": row.reason}
     for name in ("change", "error"):
         value: Estimate | None = getattr(row, name)
         found |= {name: value and value.mean, f"{name}_low": value and value.low, f"{name}_high": value and value.high}
@@ -450,7 +449,7 @@ def _flat(row: Row) -> dict[str, Any]:
         found[name] = getattr(row, name)
     found |= row.end or {}
     for name in _RATIOS:
-        ratio: Interval | None = getattr(row.time, name, None)
+        ratio: Interval | None = None if row.disturbed else getattr(row.time, name, None)
         found[f"{name}_speed"] = ratio and ratio.median
     found["bytes"], found["exact_bytes"] = getattr(row.time, "bytes", None), getattr(row.time, "exact_bytes", None)
     found["crossover"] = row.crossover

@@ -67,7 +67,8 @@ def plan(
     when: "prefill" (None) plans prompts, layer by layer. "decode" and "always" plan the tokens that continue a prompt
         of `context` tokens (None: 2000), with one method for all layers; "needle" means "decode" unless this is given.
     objective: "time", or "memory" for the peak of a run.
-    keep: return a recipe that keeps the promise though its gain is not shown; by default the model stays exact then.
+    keep: return a recipe that keeps the promise though its gain is not shown, of methods whose calls are faster in
+        most rounds at least; by default the model stays exact then.
     methods: specs; None: every training-free method that fits, with a few budgets.
     length, extend_positions, cache, jobs: as for `compare`; of these, generation takes `cache` only.
     seed: of the draw and split of documents, and of methods that draw random numbers; the recipe keeps it.

@@ -70,7 +70,11 @@ class Planner:
         self.now = "attention calls"
         gains = self.timed.calls(specs)
         self.found["candidates"] = tuple(Candidate(spec, gain, is_gain(gain)) for spec, gain in gains.items())
-        savings = {spec: 1 - 1 / gain.median for spec, gain in gains.items() if gain is not None and is_gain(gain)}
+        savings = {
+            spec: 1 - 1 / gain.median
+            for spec, gain in gains.items()
+            if gain is not None and (is_gain(gain) or (self.keep and gain.median > 1))
+        }
         if not savings:
             return self._exact(words.no_candidate(self.found["candidates"], tokens, self.objective))
         can = self._can(list(savings))
@@ -80,7 +84,7 @@ class Planner:
         self.now = "the model with what saves most"
         ceiling = self.timed.model({layer: max(able, key=savings.__getitem__) for layer, able in can.items()})
         self.found["ceiling"] = ceiling
-        if not is_gain(ceiling):
+        if not is_gain(ceiling) and not self.keep:
             return self._exact(words.no_ceiling(ceiling, tokens, self.objective))
         with packed(self.given, jobs) as where:
             runs = RecipeRuns(self.context, self.metric, where, jobs)
