@@ -362,10 +362,9 @@ def _open(unknown: Sequence[Row]) -> str:
     if not unknown:
         return ""
     best = max(unknown, key=lambda row: (_faster(row.method, row.time), -abs(row.change.mean) if row.change else 0))
-    time = best.time
-    known = time is not None and time.model is not None and not time.disturbed
-    speed = f" ({time.model.median:.2f}x as fast)" if known else ""  # type: ignore[union-attr]
-    return f" {best.method}{speed} may pay, but one cannot tell: {best.reason}."
+    if best.speed is not None and _faster(best.method, best.time):
+        return f" {best.method} ({best.speed.median:.2f}x as fast) may pay, but one cannot tell: {best.reason}."
+    return f" {best.method} may be safe, but one cannot tell: {best.reason}."
 
 
 def _later(safe: Sequence[Row], tokens: int) -> str:
