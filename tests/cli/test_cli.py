@@ -69,7 +69,7 @@ def test_eighty_columns_are_enough_and_more_show_more(capsys, tmp_path, monkeypa
         assert max(map(len, shown[columns].splitlines())) <= int(columns)
         for word in ("Turn on multipole: 1.90x", "safe, faster", "1.25x", "0.30%", "exact"):
             assert word in shown[columns]
-        assert "\u2026" not in shown[columns], "no number is cut off"
+        assert "\u2026" not in shown[columns], "every number is whole"
     assert "A wider terminal also shows: keys, error" in " ".join(shown["80"].split())
     assert "A wider terminal" not in shown["150"]
 

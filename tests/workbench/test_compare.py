@@ -20,8 +20,10 @@ from sparing.workbench.comparison.compare import compare
 from sparing.workbench.comparison.judgement import FASTER, ORACLE, SLOWER, UNKNOWN, UNSAFE
 from sparing.workbench.comparison.ladder import ladder
 from sparing.workbench.comparison.quality import LayerError, quality
+from sparing.workbench.comparison.rows import verdict
 from sparing.workbench.comparison.seconds import Seconds, seconds
-from sparing.workbench.comparison.verdict import Comparison, Row, summary, verdict
+from sparing.workbench.comparison.summary import summary
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 from tests.support.model_zoo import SMALL, TOKENS, build

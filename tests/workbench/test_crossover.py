@@ -13,8 +13,9 @@ from sparing.workbench.comparison.judgement import SLOWER
 from sparing.workbench.comparison.maps import maps
 from sparing.workbench.comparison.races import race_at
 from sparing.workbench.comparison.seconds import seconds
+from sparing.workbench.comparison.summary import rounded, summary
 from sparing.workbench.comparison.sweep import fragile
-from sparing.workbench.comparison.verdict import Row, rounded, summary
+from sparing.workbench.comparison.verdict import Row
 from sparing.workbench.crossover import crossover
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import MARGIN, Interval

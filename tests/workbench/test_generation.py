@@ -15,7 +15,8 @@ from sparing.transformers.runtime import decode
 from sparing.workbench.comparison import generation, generation_row, tokens
 from sparing.workbench.comparison.facts import KINDS
 from sparing.workbench.comparison.races import RacePoint
-from sparing.workbench.comparison.verdict import Comparison, with_facts
+from sparing.workbench.comparison.rows import with_facts
+from sparing.workbench.comparison.verdict import Comparison
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.memory import tensor_bytes
 from sparing.workbench.retrieval.tasks import TASKS

@@ -10,7 +10,8 @@ from sparing.report.table import show
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.generation_row import generation_summary
 from sparing.workbench.comparison.judgement import FASTER, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE
-from sparing.workbench.comparison.verdict import Comparison, summary
+from sparing.workbench.comparison.summary import summary
+from sparing.workbench.comparison.verdict import Comparison
 from tests.support.comparisons import BAD, FAST, SLOW, example, measured
 from tests.support.generations import row_of
 

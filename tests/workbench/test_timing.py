@@ -55,6 +55,14 @@ def test_other_programs_are_noticed(limits):
     assert said.startswith("other programs take ")
 
 
+def test_our_own_work_is_not_that_of_others(monkeypatch, tmp_path):
+    ticks = os.sysconf("SC_CLK_TCK")
+    (tmp_path / "stat").write_text(f"cpu {3 * ticks} 0 {ticks} {99 * ticks} {99 * ticks} 0 0 {ticks} 0 0\ncpu0 1\n")
+    monkeypatch.setattr(timing, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(time, "process_time", lambda: 3.5)
+    assert timing._others() == 1.5, "user, system and stolen time, less ours; not idle, and not waiting"
+
+
 def test_a_disturbed_measurement_is_repeated_and_says_what_it_was(limits, monkeypatch):
     monkeypatch.setattr(timing, "_others", lambda: None)
     runs = []

@@ -7,7 +7,8 @@ from typing import Any
 
 from sparing.report.numbers import finite, short_names
 from sparing.workbench.comparison.judgement import ORACLE
-from sparing.workbench.comparison.verdict import Comparison, Row, rounded
+from sparing.workbench.comparison.summary import rounded
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.metrics import metrics_of
 from sparing.workbench.timing import Interval

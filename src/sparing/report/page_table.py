@@ -12,7 +12,8 @@ from sparing.report.numbers import error, finite, megabytes, milliseconds, perce
 from sparing.workbench.comparison.facts import DepthCount, FactCount
 from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.judgement import FASTER, ORACLE, VERDICTS
-from sparing.workbench.comparison.verdict import Comparison, Row, rounded
+from sparing.workbench.comparison.summary import rounded
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 

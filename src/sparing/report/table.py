@@ -13,7 +13,8 @@ from sparing.report.numbers import ratio
 from sparing.report.page_table import SCORES, by_verdict, generation_tables
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE, UNTIMED
-from sparing.workbench.comparison.verdict import Comparison, Row, percentage, rounded
+from sparing.workbench.comparison.summary import percentage, rounded
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.timing import Interval
 

@@ -29,8 +29,10 @@ from sparing.workbench.comparison.generation_row import GenerationRow, generatio
 from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN, UNSAFE, UNTIMED
 from sparing.workbench.comparison.ladder import generation_ladder, ladder
 from sparing.workbench.comparison.maps import HeadMap
+from sparing.workbench.comparison.rows import row_of, with_facts
+from sparing.workbench.comparison.summary import summary
 from sparing.workbench.comparison.sweep import Sweep
-from sparing.workbench.comparison.verdict import Comparison, Row, row_of, summary, with_facts
+from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.machine import machine
 from sparing.workbench.metrics import metric_of, refuse_metric
 from sparing.workbench.prepare import documents_of, evaluating, prepare

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.headline import doubts, fastest
-from sparing.workbench.comparison.judgement import KEPT, SLOWER, UNKNOWN, UNSAFE, UNTIMED, keeps, timed_verdict, within
+from sparing.workbench.comparison.judgement import (
+    KEPT,
+    SLOWER,
+    UNKNOWN,
+    UNSAFE,
+    UNTIMED,
+    is_faster,
+    keeps,
+    timed_verdict,
+    within,
+)
 from sparing.workbench.comparison.races import RacePoint
 from sparing.workbench.estimate import Estimate
-from sparing.workbench.timing import MARGIN, Interval
+from sparing.workbench.timing import Interval
 
 
 @dataclass(frozen=True)
@@ -91,11 +101,9 @@ def judge(
     for wanted, verdict in ((False, UNSAFE), (None, UNKNOWN)):
         if reasons := [why for holds, why in found if holds is wanted]:
             return verdict, "; ".join(reasons)
-    return timed_verdict(_faster(times), "" if times is None else times.disturbed)
-
-
-def _faster(times: GenerationTimes | None) -> bool:
-    return times is not None and not times.disturbed and times.token_speed.low > MARGIN
+    return timed_verdict(
+        times is not None and is_faster(times.token_speed, times.disturbed), "" if times is None else times.disturbed
+    )
 
 
 def generation_summary(rows: Sequence[GenerationRow]) -> str:
@@ -124,8 +132,12 @@ def generation_summary(rows: Sequence[GenerationRow]) -> str:
             f"{_later(safe[0])}"
         )
     open_ = [row for row in there if row.verdict == UNKNOWN]
-    if open_ and not any(_faster(row.times) or row.disturbed for row in open_):
-        what = "nothing that may be safe is faster" if any(_faster(row.times) for row in there) else "nothing is faster"
+    if open_ and not any(is_faster(row.speed, row.disturbed) or row.disturbed for row in open_):
+        what = (
+            "nothing that may be safe is faster"
+            if any(is_faster(row.speed, row.disturbed) for row in there)
+            else "nothing is faster"
+        )
         return f"Generation after {longest:,} tokens: keep exact attention, {what} here.{_later(open_[0])}"
     if open_:
         best = max(open_, key=lambda row: row.times.token_speed.median)  # type: ignore[union-attr]

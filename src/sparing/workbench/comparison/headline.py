@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN, UNTIMED
-from sparing.workbench.timing import MARGIN, Interval
+from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN, UNTIMED, is_faster
+from sparing.workbench.timing import Interval
 
 
 class Judged(Protocol):
@@ -87,7 +87,7 @@ def _rank(row: Judged) -> tuple[int, float]:
 
 
 def _is_faster(row: Judged) -> bool:
-    return row.speed is not None and not row.disturbed and row.speed.low > MARGIN and not _is_exact(row)
+    return is_faster(row.speed, row.disturbed) and not _is_exact(row)
 
 
 def _is_exact(row: Judged) -> bool:

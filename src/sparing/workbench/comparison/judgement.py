@@ -6,6 +6,7 @@ import math
 
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.estimate import Estimate
+from sparing.workbench.timing import MARGIN, Interval
 
 FASTER, SLOWER, UNSAFE, ORACLE, REFUSED = "safe and faster", "safe, but slower here", "not safe", "oracle", "refused"
 UNTIMED = "safe, not timed"  #: other programs disturbed the times
@@ -14,6 +15,11 @@ VERDICTS = (FASTER, SLOWER, UNTIMED, UNKNOWN, UNSAFE, ORACLE, REFUSED)  #: in th
 KEPT = 0.9  #: share of the facts that must be kept, by the lower end of the interval
 
 Holds = tuple[bool | None, str]  #: whether a requirement holds (None: too few cases to tell), and why not
+
+
+def is_faster(speed: Interval | None, disturbed: str) -> bool:
+    """Return whether three rounds of four were faster by more than noise. disturbed: by what, if times say nothing."""
+    return speed is not None and not disturbed and speed.low > MARGIN
 
 
 def timed_verdict(faster: bool, disturbed: str) -> tuple[str, str]:

@@ -1,0 +1,93 @@
+"""Say in one sentence what a comparison of documents or prompts found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparing.contract import method as _method
+from sparing.workbench.comparison.headline import fastest
+from sparing.workbench.comparison.judgement import SLOWER, UNKNOWN, UNSAFE, UNTIMED, is_faster
+from sparing.workbench.comparison.verdict import Row
+
+
+def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, metric: str) -> str:
+    """Return what to do, in one sentence."""
+    on = f"On {documents} document{'s' * (documents != 1)} of up to {tokens} tokens"
+    within = f"within {percentage(tolerance)} ({metric})"
+    best = fastest(rows)
+    if best is not None:
+        assert best.change is not None
+        assert best.speed is not None
+        return (
+            f"{on}, {best.method} is {best.speed.median:.2f}x as fast as the exact model here, and {within}: "
+            f"{best.change.mean:.2%} on average."
+        )
+    judged = (SLOWER, UNTIMED, UNKNOWN, UNSAFE)
+    tried = [row for row in rows if row.verdict in judged and _method(row.method).name != "exact"]
+    safe = [row for row in tried if row.verdict == SLOWER]
+    if not tried:
+        return f"{on} keep exact attention: nothing that could replace it was measured."
+    unknown = [row for row in tried if row.verdict == UNKNOWN]
+    untimed = [row for row in tried if row.verdict == UNTIMED]
+    if untimed:
+        return (
+            f"{on} {len(untimed) + len(safe)} of {len(tried)} settings stay {within}, but this machine is too busy to "
+            f"time them: {untimed[0].disturbed}. Measure again when it is idle."
+        )
+    if safe:
+        return (
+            f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
+            + _open([row for row in unknown if is_faster(row.speed, row.disturbed)])
+            + _later(safe, tokens)
+        )
+    if unknown:
+        return f"{on} keep exact attention: no setting is known to stay {within}.{_open(unknown)}"
+    kept = " and keeps the facts of its context" if any(row.facts is not None for row in tried) else ""
+    return f"{on} keep exact attention: no setting stays {within}{kept}."
+
+
+def _open(unknown: Sequence[Row]) -> str:
+    """Say which setting may be safe, the fastest if any is faster, and what cannot be told."""
+    if not unknown:
+        return ""
+    best = max(
+        unknown, key=lambda row: (is_faster(row.speed, row.disturbed), -abs(row.change.mean) if row.change else 0)
+    )
+    if best.speed is not None and is_faster(best.speed, best.disturbed):
+        return f" {best.method} ({best.speed.median:.2f}x as fast) may pay, but one cannot tell: {best.reason}."
+    return f" {best.method} may be safe, but one cannot tell: {best.reason}."
+
+
+def _later(safe: Sequence[Row], tokens: int) -> str:
+    """Say at which length to measure again, if attention alone of a safe setting is faster from there on.
+
+    How much it changes so long a document is not known: errors grow with the length.
+    """
+    pays = [row for row in safe if row.crossover is not None and row.crossover > tokens]
+    if not pays:
+        return ""
+    best = min(pays, key=lambda row: row.crossover or 0)
+    assert best.crossover is not None
+    return (
+        f" Longer documents may pay: the attention of {best.method} is faster from about {rounded(best.crossover)} "
+        "tokens on, and what it changes there was not measured (--length)."
+    )
+
+
+def percentage(share: float) -> str:
+    """Format a tolerance, which is never 0.
+
+    >>> percentage(0.01), percentage(2e-6)
+    ('1.00%', '0.0002%')
+    """
+    return f"{share:.2%}" if share >= 1e-4 else f"{100 * share:.2g}%"
+
+
+def rounded(tokens: int) -> str:
+    """Format a crossover with two digits: it is no more precise.
+
+    >>> rounded(2874)
+    '2,900'
+    """
+    digits = max(len(str(tokens)) - 2, 0)
+    return f"{round(tokens, -digits):,}"
