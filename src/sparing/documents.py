@@ -31,8 +31,9 @@ class Documents:
     name: str
     texts: tuple[str, ...]
     labels: tuple[Any, ...] | None = None
-    empty: int = 0  #: documents that were left out because they have no text
+    empty: int = 0  #: rows of a table, or files, that were left out because they have no text
     pairs: tuple[str, ...] | None = None  #: the second text of each document, where documents are pairs
+    lines: bool = False  #: whether each line of a plain text file became a document
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -88,7 +89,8 @@ def read(
     if not texts:
         raise ValueError(f"data: {names} holds no text")
     marks = None if label is None else tuple(labels)
-    return Documents(names, tuple(texts), marks, empty, None if pair is None else tuple(pairs))
+    lines = not whole and any(_suffix(path) not in _TABLES for path in paths)
+    return Documents(names, tuple(texts), marks, empty, None if pair is None else tuple(pairs), lines)
 
 
 def _rows(
@@ -105,7 +107,9 @@ def _rows(
     if asked := next((f"{what} {name!r}" for what, name in wanted.items() if name is not None), None):
         raise ValueError(f"data: {path} is plain text and has no {asked}; use .jsonl, .csv, .tsv or .parquet")
     text = decoded(path)
-    return [("", text, None, "")] if whole else [("", line.strip(), None, "") for line in text.splitlines()]
+    if whole:
+        return [("", text, None, "")]
+    return [("", line.strip(), None, "") for line in text.splitlines() if line.strip()]
 
 
 def _columns(

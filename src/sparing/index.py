@@ -199,6 +199,8 @@ class Index:
     def _arriving(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
         """Check every size before anything changes; return the mask as (B, n), or None."""
         for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
             if x.ndim != 4:
                 raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, positions, size]")
         if len({x.dtype for x in (query, key, value)}) > 1 or not query.is_floating_point():
@@ -233,10 +235,13 @@ class Index:
         if n_q == 0:
             raise ValueError("query has 0 positions; it must have at least one")
         if n != self.length + n_q:
-            what = "shrank; call crop() first" if n < self.length + n_q else "holds keys whose queries it never saw"
-            raise ValueError(
-                f"key has {n} positions, but the index knows {self.length} and query has {n_q}: the sequence {what}"
-            )
+            if n > self.length + n_q:
+                what = "it holds keys whose queries were never seen; append() them first"
+            elif n == self.length:
+                what = "nothing new arrived; key and value must hold the positions of query, too"
+            else:
+                what = "the sequence shrank; call crop() first"
+            raise ValueError(f"key has {n} positions, but the index knows {self.length} and query has {n_q}: {what}")
         keep = attn_mask
         if keep is not None and keep.ndim == 4 and keep.shape[1:3] == (1, 1):
             keep = keep[:, 0, 0]

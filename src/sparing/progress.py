@@ -84,6 +84,13 @@ class ProgressLine:
             self.stream.flush()
 
 
+def is_silent(progress: Progress | bool | None) -> bool:
+    """Return whether nothing is to be said; raise for what is neither a function nor a bool."""
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise ValueError(f"progress={progress!r} must be True, False, or a function of a text and two numbers")
+    return not progress
+
+
 @contextmanager
 def reporting(progress: Progress | bool | None) -> Iterator[Progress]:
     """Yield what to call after each step. True: a line on standard error; False or None: nothing; or the user's own."""

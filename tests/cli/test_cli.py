@@ -348,6 +348,7 @@ def test_the_example_of_contributing_is_pasted_whole(tmp_path):
     script = subprocess.run([sys.executable, "script.py"], check=False, **options)
     assert script.returncode == 0, script.stderr
     assert script.stdout.splitlines()[-1] == "['mean', 'window(size=4)'] [None, None]"
+    assert script.stderr == "", "progress=False silences the bars of loading, in workers too"
     given = [
         "compare",
         str(folder),
@@ -365,6 +366,21 @@ def test_the_example_of_contributing_is_pasted_whole(tmp_path):
     )
     assert command.returncode == 0, command.stderr
     assert "mean " in command.stdout
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
+def test_a_file_of_the_user_does_not_replace_a_module_of_python_in_workers(tmp_path):
+    folder = saved(tmp_path / "model", "bert")
+    (tmp_path / "json.py").write_text("raise ImportError('this is not the json of Python')")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sparing").write_text("import sys\nfrom sparing.cli.main import main\nsys.exit(main())\n")
+    given = ["--methods", "window(size=4)", "--length", "32", "--rounds", "1", "--no-lengths", "--no-cache"]
+    done = subprocess.run(
+        [sys.executable, "bin/sparing", "compare", str(folder), *given, "--jobs", "2"], cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)},
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):

@@ -110,6 +110,14 @@ def test_two_outputs_are_two_files(here, arguments, said, capsys):
     assert contents(here) == before
 
 
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_a_page_is_not_written_to_standard_output(here, option, capsys):
+    before = contents(here)
+    assert main([*DATA, option, "-"]) == 2
+    assert f"{option}=-: it cannot be written to standard output; name a file or a folder" in capsys.readouterr().err
+    assert contents(here) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [

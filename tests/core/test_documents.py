@@ -20,7 +20,7 @@ def test_plain_text_has_a_document_on_each_line(tmp_path):
     path.write_text("\ufeffone\n\n  two  \r\nthree", encoding="utf-8")
     found = read([path])
     assert found.texts == ("one", "two", "three")
-    assert (found.name, found.labels, found.empty) == ("some.txt", None, 1)
+    assert (found.name, found.labels, found.empty) == ("some.txt", None, 0), "blank lines are no documents"
     assert read([path], whole=True).texts == ("one\n\n  two  \r\nthree",)
     assert read([path, path]).texts == found.texts * 2
 

@@ -250,10 +250,14 @@ def test_sequences_that_shrink_or_jump_are_refused():
     index, x = started()
     refused(index, r"key has 40 positions, .* knows 50 and query has 1: the sequence shrank; call crop\(\) first",
             *x.part(39, 40))  # fmt: skip
-    refused(index, r"key has 55 positions, .* holds keys whose queries it never saw", *x.part(54, 55))
+    refused(index, r"key has 55 positions, .* holds keys whose queries were never seen", *x.part(54, 55))
+    q, k, v, mask = x.part(49, 50)
+    refused(index, "nothing new arrived; key and value must hold the positions of query, too", q, k, v, mask)
+    with pytest.raises(TypeError, match="query is str; it must be a tensor"):
+        index.attention("q", k, v)
     refused(index, "query has 0", *x.part(50, 50))
     fresh = sparing.Index(MULTIPOLE)
-    refused(fresh, "holds keys whose queries it never saw", *x.part(40, 50))
+    refused(fresh, "holds keys whose queries were never seen", *x.part(40, 50))
     refused(fresh, "query has 0", *x.part(0, 0))
     for bad in (51, -1):
         with pytest.raises(ValueError, match=rf"length={bad} must be from 0 to 50, the positions that the index knows"):

@@ -67,7 +67,7 @@ def test_a_plan_is_one_sentence_in_an_interpreter_and_a_table_in_a_notebook():
     assert "confidence" not in shown, "nothing is promised of exact attention"
     recipe = sparing.Recipe({"*": "window(size=4)"})
     shown = replace(found, recipe=recipe, reason="Turn it on.", gain=Interval(1.5, 1.4, 1.6))._repr_html_()
-    assert "With 0.95 confidence at least 0.9 of cases like these change by 0.5 at most" in shown
+    assert "<p>Promise: with 95% confidence at least 90% of documents like these change by 50% at most" in shown
     assert "<p>Gain: 1.50x (1.40 to 1.60).</p>" in shown
     assert "<tr><td>*</td><td>window(size=4)</td></tr>" in shown
 

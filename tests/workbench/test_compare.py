@@ -436,7 +436,7 @@ def test_the_sentence_on_top():
     assert summary([row(UNSAFE, 2.0)], 4, 99, 0.01, "m") == (
         "On 4 documents of up to 99 tokens keep exact attention: no setting stays within 1.00% (m)."
     )
-    assert "1 of 2 settings stay within 1.00% (m), but none is faster here" in summary(
+    assert "1 of 2 settings stays within 1.00% (m), but none is faster here" in summary(
         [row(UNSAFE, 2.0), row(SLOWER, 0.5)], 4, 99, 0.01, "m"
     )
     assert summary([row(FASTER, 1.25), row(FASTER, 1.5)], 4, 99, 0.01, "m") == (
@@ -449,11 +449,14 @@ def test_the_sentence_on_top():
     assert "nothing that could replace it was measured" in summary([row(ORACLE, 1.0)], 4, 99, 0.01, "m")
     unknown = replace(row(UNKNOWN, 2.0), method="lsh", reason="too few")
     assert summary([row(UNSAFE, 2.0), unknown], 1, 99, 0.01, "m") == (
-        "On 1 document of up to 99 tokens keep exact attention: no setting is known to stay within 1.00% (m). lsh "
-        "(2.00x as fast) may pay, but one cannot tell: too few."
+        "On 1 document of up to 99 tokens one cannot tell yet whether lsh, 2.00x as fast as the exact model here, stays "
+        "within 1.00% (m): too few. Until then keep exact attention: none is known to."
     )
-    assert "none is faster here. lsh (2.00x as fast) may pay" in summary(
-        [row(SLOWER, 0.5), unknown, replace(unknown, time=timed(0.9))], 4, 99, 0.01, "m"
+    assert summary([row(SLOWER, 0.5), unknown, replace(unknown, time=timed(0.9))], 4, 99, 0.01, "m").endswith(
+        "Until then keep exact attention: 1 of 3 settings stays within it, and none of these is faster."
+    )
+    assert summary([replace(unknown, time=timed(0.9))], 4, 99, 0.01, "m").endswith(
+        "no setting is known to stay within 1.00% (m), and none that may is faster here. lsh: too few."
     )
 
 
@@ -484,11 +487,15 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
         ({"methods": "window(size=8)"}, "must be a list, not one string"),
         ({"threads": 0}, "threads=0 must be at least 1"),
         ({"methods": ["nystrm"]}, "unknown name 'nystrm'"),
+        ({"progress": "yes"}, "progress='yes' must be True, False, or a function"),
+        ({"texts": ["one", 2]}, r"texts\[1\]=2 must be a text, not int"),
+        ({"texts": 3}, "texts=3 must be a list of texts"),
+        ({"model": 3}, "model=3 must be a preset, a folder, a name on the hub, or a model object"),
     ],
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        compare(subject(), TEXTS, **{"jobs": 1, "lengths": False, **options})
+        compare(**{"model": subject(), "texts": TEXTS, "jobs": 1, "lengths": False, **options})
 
 
 def test_models_and_texts_that_cannot_be_used(tmp_path):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from sparing import documents
 from sparing.documents import Documents
 from sparing.report.page import page
 from sparing.report.table import show
@@ -223,10 +224,13 @@ def test_each_method_shows_its_score_and_what_it_loses(capsys):
 
 
 def test_short_documents_and_those_that_the_model_would_cut_are_said(tmp_path, capsys):
-    found = compare(subject(), ["a few words"] * 3, **QUICK)
-    assert len(found.notes) == 1
-    assert "half of them have 11 tokens or fewer" in found.notes[0]
-    assert "read them with --whole (sparing.documents.read(..., whole=True))" in found.notes[0]
+    (note,) = compare(subject(), ["a few words"] * 3, **QUICK).notes
+    assert "half of them have 11 tokens or fewer" in note
+    assert note.endswith("nothing about longer ones."), "there is no file to read as a whole"
+    (tmp_path / "book.txt").write_text("a few words\n\n" * 3)
+    book = documents.read([tmp_path / "book.txt"])
+    (note,) = compare(subject(), book, **QUICK).notes
+    assert note.endswith("read them with --whole (sparing.documents.read(..., whole=True)).")
     long = compare("minilm", ["some words " * 300, "other words " * 300], **{**QUICK, "length": 300})
     assert long.notes == (
         "sentence-transformers cuts texts at 256 tokens for this model (max_seq_length); these documents have up to "

@@ -57,10 +57,12 @@ def test_other_programs_are_noticed(limits):
 
 def test_our_own_work_is_not_that_of_others(monkeypatch, tmp_path):
     ticks = os.sysconf("SC_CLK_TCK")
-    (tmp_path / "stat").write_text(f"cpu {3 * ticks} 0 {ticks} {99 * ticks} {99 * ticks} 0 0 {ticks} 0 0\ncpu0 1\n")
+    mine = f"cpu1 {3 * ticks} 0 {ticks} {99 * ticks} {99 * ticks} 0 0 {ticks} 0 0"
+    (tmp_path / "stat").write_text(f"cpu {9 * ticks}\ncpu0 {6 * ticks} 0 0 0 0 0 0 0 0 0\n{mine}\nctxt 5\n")
     monkeypatch.setattr(timing, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(timing, "_processors", lambda: {1})
     monkeypatch.setattr(time, "process_time", lambda: 3.5)
-    assert timing._others() == 1.5, "user, system and stolen time, less ours; not idle, and not waiting"
+    assert timing._others() == 1.5, "user, system and stolen time, less ours; not idle, not waiting, not elsewhere"
 
 
 def test_a_disturbed_measurement_is_repeated_and_says_what_it_was(limits, monkeypatch):
@@ -85,7 +87,7 @@ def test_a_busy_machine_times_nothing_and_keeps_nothing(limits, others, tmp_path
     assert found.records()[0]["model_speed"] is None
     assert found.headline == "Cannot tell: this machine is busy"
     assert found.summary.startswith(
-        "On 3 documents of up to 40 tokens 1 of 1 settings stay within 1.00% (1 - cosine of the embedding), but this "
+        "On 3 documents of up to 40 tokens 1 of 1 setting stays within 1.00% (1 - cosine of the embedding), but this "
         "machine is too busy to time them: other programs take "
     )
     assert found.summary.endswith(" of the processors. Measure again when it is idle.")

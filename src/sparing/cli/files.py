@@ -56,6 +56,8 @@ def check_files(options: argparse.Namespace) -> None:
         given = getattr(options, output.dest)
         if given is None or (output.piped and given == STANDARD_OUTPUT):
             continue
+        if given == STANDARD_OUTPUT:
+            raise ValueError(f"{output.flag}=-: it cannot be written to standard output; name a file or a folder")
         if output.names is None:
             _check_file(output.flag, given)
             written.append((output.flag, Path(given)))

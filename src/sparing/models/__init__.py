@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,23 @@ _NOT_IT = ("transformers_version", "sparing", "attn_implementation", "name_or_pa
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Silence the progress bars of transformers and the hub for a while."""
+    try:
+        from transformers.utils import logging
+    except ModuleNotFoundError:  # there is nothing to silence, and `load` says what is missing
+        yield
+        return
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def load(name: str, dtype: str = "auto") -> Subject:

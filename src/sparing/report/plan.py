@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from sparing.report.terminal import Terminal
-from sparing.workbench.planning.result import Plan
+from sparing.workbench.planning.result import Plan, plain_percent
 from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 
@@ -36,31 +35,21 @@ def show(plan: Plan, *, console: Terminal) -> None:
         console.print(_candidates(plan))
 
 
-def _generates(plan: Plan) -> bool:
-    return plan.kind == "language model" and plan.recipe.when != "prefill"
-
-
 def _cases(plan: Plan) -> str:
     if plan.metric == "needle":
         return f"{plan.documents} made-up texts with facts, of up to {plan.tokens} tokens"
-    if _generates(plan):
+    if plan.generates:
         return f"{plan.data}: {plan.documents} passages of {plan.tokens} tokens"
     return f"{plan.data}: {plan.documents} documents of up to {plan.tokens} tokens"
 
 
 def _figures(plan: Plan) -> Table:
-    promise = plan.promise
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
-    likely = f"with {_percent(promise.confidence)} confidence at least {_percent(promise.coverage)} of"
-    if plan.metric == "needle":
-        table.add_row("promise", f"{likely} the facts that exact attention finds in its context are kept")
-    else:
-        what = "continuations like these" if _generates(plan) else "documents like these"
-        table.add_row("promise", f"{likely} {what} change by {_percent(promise.tolerance)} at most ({plan.words})")
+    table.add_row("promise", plan.promised)
     for found in plan.checks:
-        table.add_row("held out", _said(found, plan, f" ({_percent(found.most)} of all at most)"))
+        table.add_row("held out", _said(found, plan, f" ({plain_percent(found.most)} of all at most)"))
     if plan.calibration is not None:
         table.add_row("calibration", _said(plan.calibration, plan))
     if plan.gain is not None:
@@ -76,7 +65,7 @@ def _said(found: StepFigures, plan: Plan, bound: str = "") -> str:
         return f"step {found.step} of {plan.steps}: {found.violations} of {found.documents} facts lost{bound}"
     return (
         f"step {found.step} of {plan.steps}: {found.violations} of {found.documents} beyond{bound}; "
-        f"mean {_percent(found.mean)}, worst {_percent(found.worst)}"
+        f"mean {plain_percent(found.mean)}, worst {plain_percent(found.worst)}"
     )
 
 
@@ -93,13 +82,13 @@ def _layers(plan: Plan) -> Table:
     for spec in dict.fromkeys(row["method"] for row in rows):
         members = [row for row in rows if row["method"] == spec]
         gain = speeds.get(spec)
-        damage = _percent(sum(row["damage"] for row in members)) if plan.damages and spec != "exact" else ""
+        damage = plain_percent(sum(row["damage"] for row in members)) if plan.damages and spec != "exact" else ""
         table.add_row(
             together([row["layer"] for row in members]), spec,
             "" if gain is None else f"{gain.median:.2f}x", damage,
         )  # fmt: skip
     what = "speed" if plan.objective == "time" else "memory"
-    if _generates(plan):
+    if plan.generates:
         table.caption = "Token: speed of a generated token against exact attention, above 1 is better."
         return table
     table.caption = (
@@ -128,7 +117,7 @@ def together(names: Sequence[str]) -> str:
 
 def _raced(plan: Plan) -> str:
     """Return the name of what candidates were timed in."""
-    return "token" if _generates(plan) else "attention"
+    return "token" if plan.generates else "attention"
 
 
 def _candidates(plan: Plan) -> Table:
@@ -139,9 +128,3 @@ def _candidates(plan: Plan) -> Table:
     for gain, method in sorted(raced, reverse=True)[:_BEST]:
         table.add_row(method, f"{gain.median:.2f}x")
     return table
-
-
-def _percent(share: float) -> str:
-    if not math.isfinite(share):
-        return str(share)
-    return f"{100 * share:.0f}%" if round(100 * share, 2) == round(100 * share) else f"{100 * share:.2f}%"

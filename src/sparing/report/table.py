@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rich import box
 from rich.table import Table
@@ -83,9 +84,16 @@ def score_table(found: Comparison, width: int = 100) -> Table | None:
         titles,
         cells,
         width,
-        caption="Lost: score of the exact model - that with the method.",
+        caption=_lost(found, names),
         title="Against the labels",
     )
+
+
+def _lost(found: Comparison, names: Sequence[str]) -> str:
+    said = "Lost: score of the exact model - that with the method."
+    if found.kind == "encoder" and "accuracy" in names:
+        said += " Accuracy: share of documents whose nearest other document has their label."
+    return said
 
 
 def _score(value: float) -> str:
@@ -100,13 +108,21 @@ def comparison_table(found: Comparison, width: int = 100) -> Table:
     if any(row.time is not None for row in ordered):
         exact: list[str | Text] = ["exact", "0%", "0%", "0", "", "1x", "1x", "1x", "", Text("exact", "bold")]
         rows.insert(sum(row.verdict == FASTER for row in ordered), exact)
-    return _fitted(titles, rows, width, caption=_legend(found))
+    return _fitted(titles, rows, width, caption=_legend(found), explained=_EXPLAINED)
 
 
 def _fitted(
-    titles: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, caption: str, **options: str
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    width: int,
+    caption: str,
+    explained: Mapping[str, str] = MappingProxyType({}),
+    **options: str,
 ) -> Table:
-    """Return a table of a method, numbers and a verdict, without the columns that are empty or have no room."""
+    """Return a table of a method, numbers and a verdict, without the columns that are empty or have no room.
+
+    explained: sentences about columns, for the caption; those about columns that are left out do not stand there.
+    """
     wide = [max(_width(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
     kept = [place for place in range(len(titles)) if any(_width(row[place]) for row in rows)]
 
@@ -119,6 +135,7 @@ def _fitted(
         title = missing.pop(0)
         out.append(title.replace("\n", " "))
         kept.remove(list(titles).index(title))
+    caption = " ".join([caption, *(said for title, said in explained.items() if list(titles).index(title) in kept)])
     if out:
         caption += f" A wider terminal also shows: {', '.join(out)}."
     table = _table(caption=caption, **options)
@@ -267,12 +284,21 @@ def _error(value: float) -> str:
 
 
 def _legend(found: Comparison) -> str:
-    return (
-        f"Change: {found.metric}, mean over documents; at most: how far its 95 % interval reaches, which must be "
-        f"within {percentage(found.tolerance)} to be safe. Error: relative L2 of the attention output, mean over "
-        "layers (in brackets what the method would miss with any budget: it aims at another kernel). Keys: what a "
-        "query reads. FLOPs saved: those of exact attention / those of the method. Call, model: time of exact SDPA "
-        "/ time of the method, for the call of the middle layer and for the whole model, on a document of median "
-        "length. Above 1 is less work, or faster. From: tokens from which on the call is faster here. Oracles: the "
-        "best possible at their budget, on two documents; they need the exact result."
+    said = (
+        f"Change: {found.metric}, over all documents; at most: how far its 95 % interval reaches, which must be within "
+        f"{percentage(found.tolerance)} to be safe."
     )
+    if any(row.verdict == ORACLE for row in found.rows):
+        said += " Oracles: the best possible at their budget, on two documents; they need the exact result."
+    return said
+
+
+_EXPLAINED = {
+    "error": "Error: relative L2 of the attention output, mean over layers (in brackets what the method would miss "
+    "with any budget: it aims at another kernel).",
+    "keys": "Keys: what a query reads.",
+    "FLOPs\nsaved": "FLOPs saved: those of exact attention / those of the method.",
+    "call": "Call, model: time of exact SDPA / time of the method, for the call of the middle layer and for the whole "
+    "model, on a document of median length; above 1 is faster.",
+    "from": "From: tokens from which on the call is faster here.",
+}

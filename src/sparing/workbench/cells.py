@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from sparing.store import Cell, Check, Store
@@ -62,11 +64,29 @@ def _results(
     from joblib import Parallel, delayed, parallel_config
 
     # The number of a cluster's workers is not ours to set.
-    with parallel_config(backend=backend or "loky", n_jobs=-1 if backend in ("dask", "ray") else jobs):
+    count = -1 if backend in ("dask", "ray") else jobs
+    with parallel_config(backend=backend or "loky", n_jobs=count), _safe_path():
         yield from Parallel(return_as="generator_unordered")(
             delayed(_numbered)(number, work, cell, own_methods.definitions())
             for number, cell in zip(numbers, cells, strict=True)
         )
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Keep Python from looking for modules in the current folder first when a worker starts.
+
+    There a file of the user such as `json.py` would take the place of Python's. Workers get our path afterwards.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _numbered(number: int, work: Callable[[Cell], Any], cell: Cell, own: own_methods.Definitions) -> tuple[int, Any]:

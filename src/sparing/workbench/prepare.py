@@ -7,16 +7,18 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparing.documents import Documents, default
-from sparing.models import Subject, load
+from sparing.models import Subject, load, silent
+from sparing.spec import shown
 from sparing.transformers.positions import extend_positions
 from sparing.transformers.watch import is_approximated
 
@@ -39,6 +41,7 @@ class Prepared:
     longer: int  #: documents that were truncated
     skipped: int  #: documents without text, or of one token
     types: tuple[Tensor, ...] | None = None  #: token types, where a classifier reads two texts as one
+    lines: bool = False  #: whether each line of a plain text file is a document
 
     @property
     def tokens(self) -> int:
@@ -63,8 +66,13 @@ class Prepared:
         if len(self.typical) < SHORT:
             found.append(
                 f"Short documents: half of them have {len(self.typical)} tokens or fewer, of which most methods read "
-                "all; this says nothing about longer ones. If each text file is one document, read them with --whole "
-                "(sparing.documents.read(..., whole=True))."
+                "all; this says nothing about longer ones."
+                + (
+                    " If each text file is one document, read them with --whole (sparing.documents.read(..., "
+                    "whole=True))."
+                    if self.lines
+                    else ""
+                )
             )
         cut = self.subject.sentence_length
         if cut is not None and self.tokens > cut:
@@ -84,15 +92,18 @@ def prepare(
     documents: int,
     extend: bool = False,
     dtype: str = "auto",
+    quiet: bool = False,
 ) -> Prepared:
-    """Load the model, and encode at most `documents` of the first texts, truncated, without empty ones."""
-    if isinstance(texts, str):
-        raise ValueError(f"texts={texts[:40]!r} must be a list, not one string")
+    """Load the model, and encode at most `documents` of the first texts, truncated, without empty ones.
+
+    quiet: show no progress of loading.
+    """
+    given = documents_of(texts)
     if documents < 1:
         raise ValueError(f"documents={documents} must be at least 1")
     if length is not None and length < 2:
         raise ValueError(f"length={length} must be at least 2")
-    subject = subject_of(model, tokenizer, dtype)
+    subject = subject_of(model, tokenizer, dtype, quiet=quiet)
     limit, new = subject.positions, None
     if length is not None and limit is not None and length > limit:
         if not extend:
@@ -103,7 +114,6 @@ def prepare(
         new = length
         subject = extended(subject, length)
     usual = 1024 if subject.kind == "language model" else 512
-    given = documents_of(texts)
     most = length or min(usual, limit or usual)
     pairs = types = None
     if given.pairs is not None and subject.kind == "classifier":
@@ -126,12 +136,21 @@ def prepare(
         subject, source, tuple(rows[number] for number in kept),
         None if pairs is None else tuple(pairs[number] for number in kept), labels, given.name, given.fingerprint,
         longer, len(rows) - len(kept) + given.empty, None if types is None else tuple(types[number] for number in kept),
+        given.lines,
     )  # fmt: skip
 
 
 def documents_of(texts: Documents | Sequence[str] | None) -> Documents:
     """Return the user's texts as documents; None stands for the default ones."""
-    return default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
+    if texts is None or isinstance(texts, Documents):
+        return default() if texts is None else texts
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ValueError(f"texts={shown(texts)} must be a list of texts")
+    found = tuple(texts)
+    for number, text in enumerate(found):
+        if not isinstance(text, str):
+            raise ValueError(f"texts[{number}]={shown(text)} must be a text, not {type(text).__name__}")
+    return Documents("texts", found)
 
 
 def extended(subject: Subject, length: int) -> Subject:
@@ -148,7 +167,8 @@ def fetched(source: ModelSource) -> Subject:
 @functools.lru_cache(maxsize=1)
 def _loaded(name: str, dtype: str, length: int | None, fingerprint: str) -> Subject:
     """Load a model once per process, and refuse one whose files have changed since."""
-    found = load(name, dtype) if length is None else extended(load(name, dtype), length)
+    with silent():
+        found = load(name, dtype) if length is None else extended(load(name, dtype), length)
     if found.fingerprint != fingerprint:
         raise ValueError(f"model: {name} has changed while it was measured")
     return found
@@ -171,9 +191,10 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def subject_of(model: Any, tokenizer: Any, dtype: str) -> Subject:
+def subject_of(model: Any, tokenizer: Any, dtype: str, *, quiet: bool = False) -> Subject:
     """Return the model to measure, loaded if it is a name; raise if it is approximated already."""
-    found = _subject(model, tokenizer, dtype)
+    with silent() if quiet else nullcontext():
+        found = _subject(model, tokenizer, dtype)
     if is_approximated(found.model):
         raise ValueError("model: it is approximated already and would be compared with itself; restore it first")
     return found
@@ -186,6 +207,8 @@ def _subject(model: Any, tokenizer: Any, dtype: str) -> Subject:
         raise ValueError(f"dtype={dtype!r} is for models that are loaded by name; convert this one: model.to(...)")
     if isinstance(model, Subject):
         return model
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model={shown(model)} must be a preset, a folder, a name on the hub, or a model object")
     if tokenizer is None:
         raise ValueError(f"tokenizer: {type(model).__name__} came without one; pass tokenizer=")
     found = Subject(type(model).__name__, model, tokenizer)

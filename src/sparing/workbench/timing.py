@@ -75,7 +75,7 @@ def _disturbance(before: float | None, start: float, exact: Sequence[float]) -> 
     others, elapsed = _others(), time.perf_counter() - start
     if others is not None and before is not None:
         ours = torch.get_num_threads()
-        spare = max((os.cpu_count() or 1) - ours, 0)
+        spare = max(len(_processors()) - ours, 0)
         share = (max(others - before - _TICK, 0.0) / elapsed - spare) / ours
         if share > OTHER_WORK:
             return f"other programs take {share:.0%} of the processors"
@@ -86,13 +86,25 @@ def _disturbance(before: float | None, start: float, exact: Sequence[float]) -> 
 
 
 def _others() -> float | None:
-    """Return the seconds that processors have worked for other programs since the start; None if that is not known."""
+    """Return the seconds that our processors have worked for other programs since the start; None: it is not known."""
+    mine = {f"cpu{number}" for number in _processors()}
+    ticks = 0
     try:
-        first = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
-        user, nice, system, _, _, irq, softirq, steal = map(int, first[1:9])
+        for line in _STAT.read_text(encoding="ascii").splitlines():
+            name, *counts = line.split() or [""]
+            if name in mine:
+                user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])
+                ticks += user + nice + system + irq + softirq + steal
     except (OSError, ValueError):
         return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time() if ticks else None
+
+
+def _processors() -> set[int]:
+    """Return the processors that this process may use: a container or `taskset` may allow only some."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def race(

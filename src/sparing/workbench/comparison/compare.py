@@ -11,7 +11,7 @@ from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.documents import Documents
 from sparing.models import Subject
-from sparing.progress import Progress, reporting
+from sparing.progress import Progress, is_silent, reporting
 from sparing.store import Store
 from sparing.transformers.find import find
 from sparing.transformers.recipe import WHEN
@@ -115,7 +115,7 @@ def compare(
         raise ValueError(f"methods={methods[:40]!r} must be a list, not one string")
     given = prepare(
         model, texts, tokenizer=tokenizer, length=length, documents=8 if documents is None else documents,
-        extend=extend_positions, dtype=dtype,
+        extend=extend_positions, dtype=dtype, quiet=is_silent(progress),
     )  # fmt: skip
     subject, causal = given.subject, given.subject.kind == "language model"
     modes = _modes(subject, when)

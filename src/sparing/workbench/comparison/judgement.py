@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.estimate import Estimate
@@ -92,4 +93,6 @@ def keeps(facts: FactCount | None, wanted: float) -> Holds:
         return True, ""
     if kept.high < wanted:
         return False, f"{said}, {kept.high:.0%} at most"
-    return None, f"{said}: {kept.low:.0%} at least, {wanted:.0%} wanted; more contexts (--facts) may tell"
+    wanted_contexts = enough(replace(facts.lost, count=facts.contexts), 1 - wanted)
+    more = "more" if wanted_contexts is None else f"about {wanted_contexts:,}"
+    return None, f"{said}: {kept.low:.0%} at least, {wanted:.0%} wanted; {more} contexts (--facts) may tell"

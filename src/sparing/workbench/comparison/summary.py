@@ -31,31 +31,36 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     untimed = [row for row in tried if row.verdict == UNTIMED]
     if untimed:
         return (
-            f"{on} {len(untimed) + len(safe)} of {len(tried)} settings stay {within}, but this machine is too busy to "
-            f"time them: {untimed[0].disturbed}. Measure again when it is idle."
+            f"{on} {_stay(len(untimed) + len(safe), len(tried))} {within}, but this machine is too busy to time them: "
+            f"{untimed[0].disturbed}. Measure again when it is idle."
+        )
+    if may_pay := [row for row in unknown if is_faster(row.speed, row.disturbed)]:
+        best = min(may_pay, key=_mildest)
+        assert best.speed is not None
+        known = f"{_stay(len(safe), len(tried))} within it, and none of these is faster" if safe else "none is known to"
+        return (
+            f"{on} one cannot tell yet whether {best.method}, {best.speed.median:.2f}x as fast as the exact model "
+            f"here, stays {within}: {best.reason}. Until then keep exact attention: {known}."
         )
     if safe:
         return (
-            f"{on} keep exact attention: {len(safe)} of {len(tried)} settings stay {within}, but none is faster here."
-            + _open([row for row in unknown if is_faster(row.speed, row.disturbed)])
-            + _later(safe, tokens)
+            f"{on} keep exact attention: {_stay(len(safe), len(tried))} {within}, but none is faster here."
+            f"{_later(safe, tokens)}"
         )
     if unknown:
-        return f"{on} keep exact attention: no setting is known to stay {within}.{_open(unknown)}"
+        best = min(unknown, key=_mildest)
+        slower = "" if best.disturbed else ", and none that may is faster here"
+        return f"{on} keep exact attention: no setting is known to stay {within}{slower}. {best.method}: {best.reason}."
     kept = " and keeps the facts of its context" if any(row.facts is not None for row in tried) else ""
     return f"{on} keep exact attention: no setting stays {within}{kept}."
 
 
-def _open(unknown: Sequence[Row]) -> str:
-    """Say which setting may be safe, the fastest if any is faster, and what cannot be told."""
-    if not unknown:
-        return ""
-    best = max(
-        unknown, key=lambda row: (is_faster(row.speed, row.disturbed), -abs(row.change.mean) if row.change else 0)
-    )
-    if best.speed is not None and is_faster(best.speed, best.disturbed):
-        return f" {best.method} ({best.speed.median:.2f}x as fast) may pay, but one cannot tell: {best.reason}."
-    return f" {best.method} may be safe, but one cannot tell: {best.reason}."
+def _stay(count: int, tried: int) -> str:
+    return f"{count} of {tried} setting{'s' * (tried != 1)} {'stay' if count != 1 else 'stays'}"
+
+
+def _mildest(row: Row) -> float:
+    return abs(row.change.mean) if row.change else 0.0
 
 
 def _later(safe: Sequence[Row], tokens: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparing.from_json import build, parse
 from sparing.notebook import block, table
-from sparing.store import add_checksum, verify_checksum, write_files
+from sparing.store import add_checksum, verify_checksum, without_nan, write_files
 from sparing.workbench.comparison.facts import FactCount
 from sparing.workbench.comparison.generation_row import GenerationRow
 from sparing.workbench.comparison.headline import headline, recommended
@@ -151,7 +151,7 @@ class Comparison:
     def to_json(self) -> str:
         """Return everything as JSON; `from_json` reads it back, and so does `sparing show`."""
         return json.dumps(
-            add_checksum(finite({"format": FORMAT, "headline": self.headline, **asdict(self)})),
+            add_checksum(without_nan({"format": FORMAT, "headline": self.headline, **asdict(self)})),
             indent=1,
             allow_nan=False,
         )
@@ -214,15 +214,6 @@ def _share(value: Estimate | None) -> str:
 
 def _times(row: Row | GenerationRow) -> str:
     return "" if row.speed is None else "?" if row.disturbed else f"{row.speed.median:.2f}x"
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {name: finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(row: Row) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sparing.contract import method as _method
-from sparing.documents import Documents, default
+from sparing.documents import Documents
 from sparing.models import Subject
-from sparing.progress import Progress, reporting
+from sparing.progress import Progress, is_silent, reporting
 from sparing.store import Store
 from sparing.transformers.recipe import WHEN
 from sparing.workbench.comparison.generation import CONTEXTS, MODES, contexts_for
@@ -25,7 +25,7 @@ from sparing.workbench.planning.generating import FACT_CONFIDENCE, GENERATION_ME
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.result import Plan
 from sparing.workbench.planning.steps import Planner
-from sparing.workbench.prepare import Prepared, evaluating, fingerprint, prepare, subject_of
+from sparing.workbench.prepare import Prepared, documents_of, evaluating, fingerprint, prepare, subject_of
 
 #: The default number: 47 are held out, and one of these may be beyond the tolerance. Of 60, none of 40 could be.
 DOCUMENTS = 70
@@ -96,15 +96,15 @@ def plan(
     for name, number in (("rounds", rounds), ("jobs", workers)):
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
-    for name, wrong in (("texts", texts), ("methods", methods)):
-        if isinstance(wrong, str):
-            raise ValueError(f"{name}={wrong[:40]!r} must be a list, not one string")
+    if isinstance(methods, str):
+        raise ValueError(f"methods={methods[:40]!r} must be a list, not one string")
+    quiet = is_silent(progress)
     named = None if methods is None else _usable(methods)
-    data = default() if texts is None else texts if isinstance(texts, Documents) else Documents("texts", tuple(texts))
+    data = documents_of(texts)
     if when in MODES:
         return _generating(
-            subject_of(model, tokenizer, dtype), data, promise, named, metric, when, context, documents, seed,
-            objective, keep, cache, progress,
+            subject_of(model, tokenizer, dtype, quiet=quiet), data, promise, named, metric, when, context, documents,
+            seed, objective, keep, cache, progress,
         )  # fmt: skip
     if context is not None:
         raise ValueError(f"context={context} is for generation: pass when='decode' or 'always'")
@@ -118,6 +118,7 @@ def plan(
         documents=max(len(drawn), 1),
         extend=extend_positions,
         dtype=dtype,
+        quiet=quiet,
     )
     given = _distinct(given, data)
     promise.refuse_few(len(given.rows))

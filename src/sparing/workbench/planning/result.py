@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparing.from_json import build
 from sparing.notebook import block, table
-from sparing.store import add_checksum, verify_checksum
+from sparing.store import add_checksum, verify_checksum, without_nan
 from sparing.transformers.recipe import Recipe
-from sparing.workbench.comparison.verdict import finite
 from sparing.workbench.planning.promise import Promise
 from sparing.workbench.planning.search import StepFigures
 from sparing.workbench.timing import Interval
 
 FORMAT = 1
+
+
+def plain_percent(share: float) -> str:
+    """Format a share without decimals that say nothing.
+
+    >>> plain_percent(0.95), plain_percent(0.975), plain_percent(0.0001)
+    ('95%', '97.50%', '0.01%')
+    """
+    if not math.isfinite(share):
+        return str(share)
+    return f"{100 * share:.0f}%" if round(100 * share, 2) == round(100 * share) else f"{100 * share:.2f}%"
 
 
 @dataclass(frozen=True)
@@ -74,22 +85,32 @@ class Plan:
         mine = [found for found in self.checks if found.step == self.step]
         return mine[0] if mine else self.checks[-1] if self.checks else None
 
+    @property
+    def generates(self) -> bool:
+        """Whether it plans tokens that continue a prompt."""
+        return self.kind == "language model" and self.recipe.when != "prefill"
+
+    @property
+    def promised(self) -> str:
+        """What is promised of documents that were not seen, in words."""
+        promise = self.promise
+        sure = f"with {plain_percent(promise.confidence)} confidence at least {plain_percent(promise.coverage)} of"
+        if self.metric == "needle":
+            return f"{sure} the facts that exact attention finds in its context are kept"
+        cases = "continuations like these" if self.generates else "documents like these"
+        return f"{sure} {cases} change by {plain_percent(promise.tolerance)} at most ({self.words})"
+
     def __repr__(self) -> str:
         return f"<Plan for {self.model} on {self.data}: {self.reason}>"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: what to do, what is promised, and what each layer runs."""
-        promise = self.promise
-        promised = (
-            f"With {promise.confidence:.3g} confidence at least {promise.coverage:.3g} of cases like these change by "
-            f"{promise.tolerance:.3g} at most ({self.words})."
-        )
         gain = (
             ()
             if self.gain is None
             else (f"Gain: {self.gain.median:.2f}x ({self.gain.low:.2f} to {self.gain.high:.2f}).",)
         )
-        kept = (promised,) if self.holds and self.metric != "needle" else ()
+        kept = (f"Promise: {self.promised}.",) if self.holds else ()
         return block(self.reason, *kept, *gain) + table(["layer", "method"], list(self.recipe.layers.items()))
 
     def records(self) -> list[dict[str, Any]]:
@@ -102,7 +123,7 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON; "recipe" holds a recipe for `sparing.approximate`."""
         held = {**asdict(self), "recipe": self.recipe.to_dict(), "holds": self.holds}
-        return json.dumps(add_checksum(finite({"format": FORMAT, **held})), indent=1, allow_nan=False)
+        return json.dumps(add_checksum(without_nan({"format": FORMAT, **held})), indent=1, allow_nan=False)
 
     @classmethod
     def from_dict(cls, held: dict[str, Any]) -> Plan:
@@ -126,5 +147,5 @@ def about(plan: Plan) -> dict[str, Any]:
     said = {"reason": plan.reason, **asdict(plan.promise), "metric": plan.metric, "objective": plan.objective}
     seen = {"documents": plan.documents, "length": plan.tokens, "seed": plan.recipe.seed, "machine": plan.machine}
     of = {name: getattr(plan, name) for name in ("model", "model_fingerprint", "data", "data_fingerprint")}
-    found: dict[str, Any] = finite({**said, "held_out": held, "gain": gain, **of, **seen})
+    found: dict[str, Any] = without_nan({**said, "held_out": held, "gain": gain, **of, **seen})
     return found
