@@ -12,7 +12,7 @@ SOURCE = ROOT / "src"
 #: A room may import those before it. `sparing/__init__.py` and `__main__.py` gather names and are held to nothing.
 ORDER = (
     "version", "native", "spec", "from_json", "store", "notebook", "progress", "sample_text", "models", "documents", "draws", "mask",
-    "call", "contract", "quarantine", "maths", "methods", "oracles", "layout", "check", "compiled", "functional", "index", "nn",
+    "call", "contract", "quarantine", "maths", "methods", "oracles", "layout", "packed", "check", "compiled", "functional", "index", "nn",
     "transformers", "workbench", "report", "cli",
 )  # fmt: skip
 LAB_ORDER = ("papers", "tasks", "training", "figure", "studies", "report", "cli")

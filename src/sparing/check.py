@@ -36,11 +36,13 @@ def check_call(
     impl: Impl = "auto",
     query_mask: Tensor | None = None,
     streams: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
     **fields: Any,
 ) -> Call:
     """Return the call that the arguments of `attention()` describe, or raise an error that names what is wrong.
 
-    seeded: False if the seed was drawn for this call and not passed by the user. fields: further fields of the `Call`.
+    seeded: False if the seed was drawn for this call and not passed by the user. offsets: of packed sequences.
+    fields: further fields of the `Call`.
     """
     tensors = _check_tensors(query, key, value)
     batch, heads, _, d = query.shape
@@ -57,6 +59,8 @@ def check_call(
             raise TypeError(f"{name}={flag!r} must be True or False")
     _check_scalars(dropout_p, scale, seed, impl, streams, kv_heads)
     mask = read_mask(attn_mask, query_mask, is_causal=is_causal, query=query, key=key)
+    if offsets is not None:
+        mask = replace(mask, offsets=tuple(offsets))
     factor = float(scale) if scale is not None else 1 / math.sqrt(d)
     dtype = _working_type(query.dtype, factor, mask)
     if mask.bias is not None:

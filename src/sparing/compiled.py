@@ -54,6 +54,7 @@ def _attend(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     query_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
     seed: Tensor,
     seeded: bool,
     dropout_p: float,
@@ -71,7 +72,7 @@ def _attend(
     out: Tensor = _compute(
         query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
         scale=scale, enable_gqa=enable_gqa, seed=int(seed), seeded=seeded, impl=impl, query_mask=query_mask,
-        streams=streams,
+        cu_seqlens=cu_seqlens, streams=streams,
     )  # fmt: skip
     return out.contiguous()
 
@@ -79,7 +80,7 @@ def _attend(
 attention = torch.library.custom_op("sparing::attention", _attend, mutates_args=())
 _ARGUMENTS = torch.library.infer_schema(_attend, mutates_args=()).removeprefix("(").partition(") -> ")[0]
 _LEAVES = 6  # leading arguments that may need a gradient: query, key, value, weight, bias and attn_mask
-_TENSORS = 8  # leading arguments that are tensors: also query_mask and seed, which need no gradient
+_TENSORS = 9  # leading arguments that are tensors: also query_mask, cu_seqlens and seed, which need no gradient
 
 
 @attention.register_fake

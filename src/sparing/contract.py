@@ -36,6 +36,7 @@ class Supports:
     key_padding: bool = True  #: boolean masks of shape [B, 1, 1, n_k]
     attn_mask: Literal[False, "boolean", "any"] = False  #: masks that differ by query; "any" takes additive ones too
     cross_attention: bool = True  #: n_q != n_k
+    packed: bool = False  #: its kernels take packed sequences whole (`Mask.offsets`); else there is a call for each
     mixes_queries: bool = False  #: a row depends on other queries too: no cross attention in a decoder
     gqa: bool = True  #: fewer key and value heads than query heads
     gradient: Literal[False, "values", "full"] = "full"  #: "values": with respect to `value` only

@@ -85,7 +85,8 @@ def read(
             texts.append(text)
             labels.append(mark)
             pairs.append(second)
-    names = ", ".join("standard input" if str(path) == "-" else readable(Path(path).name) for path in paths)
+    named = ["standard input" if str(path) == "-" else readable(Path(path).name) for path in paths]
+    names = ", ".join(named if len(named) <= 4 else [*named[:2], f"... ({len(named)} files)"])
     if not texts:
         raise ValueError(f"data: {names} holds no text")
     marks = None if label is None else tuple(labels)

@@ -6,9 +6,10 @@ unsupported calls, and non-finite entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from sparing.call import Call, Impl, Past
 from sparing.check import check_call
 from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
-from sparing.layout import four_dimensional
+from sparing.layout import Layout, four_dimensional
 from sparing.native.tensors import wide_type
 from sparing.notebook import block, table
+from sparing.packed import cut_sequence, four_dimensional_pack, join_notes, read_offsets
 from sparing.quarantine import Wide, quarantine
 
 #: Parts of torch's messages for a lack of memory, and for a tensor whose number of bytes exceeds 64 bits.
@@ -69,6 +71,7 @@ def attention(
     query_mask: Tensor | None = None,
     streams: Sequence[int] | None = None,
     state: nn.Module | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Compute attention by any method; the first eight arguments are those of `scaled_dot_product_attention`.
 
@@ -89,6 +92,8 @@ def attention(
         where n_q == n_k the queries at padded key positions (self-attention) influence no other row.
     streams: one random stream number per key-value head; None numbers them 0, 1, 2, ...
     state: the learned state of the method, when a module owns one.
+    cu_seqlens: offsets of packed sequences and their total, int32 or int64 [sequences + 1], as flash attention takes
+        them. Tensors are [1, H, total, d] or [total, H, d]. Each sequence sees itself alone, as in a call of its own.
 
     A query with nothing to attend to gives zeros. A method raises `Unsupported` for what it cannot do; the message
     names the way out.
@@ -97,11 +102,11 @@ def attention(
     >>> sparing.attention(q, k, v, method="nystrom(landmarks=32)", seed=0).shape
     torch.Size([1, 8, 256, 64])
     """
-    shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
-    query, key, value, attn_mask, _ = shaped
+    shaped = _shaped(query, key, value, attn_mask, enable_gqa, cu_seqlens)
+    query, key, value, attn_mask, *_ = shaped
     arguments: dict[str, Any] = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
-        "enable_gqa": enable_gqa, "impl": impl, "query_mask": query_mask, "streams": streams,
+        "enable_gqa": enable_gqa, "impl": impl, "query_mask": query_mask, "streams": streams, "cu_seqlens": cu_seqlens,
     }  # fmt: skip
     if torch.compiler.is_compiling() and state is None and (spec := compiled.spec_of(method)) is not None:
         x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
@@ -130,6 +135,7 @@ def inspect(
     query_mask: Tensor | None = None,
     streams: Sequence[int] | None = None,
     state: nn.Module | None = None,
+    cu_seqlens: Tensor | None = None,
     brief: bool = False,
     past: Past | None = None,
 ) -> Inspection:
@@ -137,14 +143,15 @@ def inspect(
 
     brief: return only statistics that cost nothing, so that the call costs what `attention()` does.
     past: the state that the `Index` of a prompt keeps, so that nothing is computed twice.
+    cu_seqlens: of packed sequences, only statistics with an entry for each row are returned.
     """
     notes: dict[str, Tensor] = {}
-    shaped = four_dimensional(query, key, value, attn_mask, enable_gqa)
-    query, key, value, attn_mask, _ = shaped
+    shaped = _shaped(query, key, value, attn_mask, enable_gqa, cu_seqlens)
+    query, key, value, attn_mask, *_ = shaped
     output = compute(
         query, key, value, method, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, seed=seed, impl=impl, query_mask=query_mask, streams=streams, state=state,
-        statistics=notes, brief=brief, past=past,
+        cu_seqlens=cu_seqlens, statistics=notes, brief=brief, past=past,
     )  # fmt: skip
     notes = {name: shaped.restore(note) if note.shape[:2] == output.shape[:2] else note for name, note in notes.items()}
     return Inspection(shaped.restore(output), notes.pop("lse", None), notes)
@@ -169,14 +176,55 @@ def memory_errors_named(chosen: Method, **tensors: Tensor) -> Iterator[None]:
         ) from None
 
 
-def compute(query: Tensor, key: Tensor, value: Tensor | Projection, method: str | Method, **arguments: Any) -> Tensor:
+def _shaped(
+    query: Tensor, key: Tensor, value: Tensor | Projection, attn_mask: Tensor | None, enable_gqa: bool,
+    cu_seqlens: Tensor | None,
+) -> Layout:  # fmt: skip
+    """Return the tensors of a call with four dimensions each."""
+    if cu_seqlens is None:
+        return four_dimensional(query, key, value, attn_mask, enable_gqa)
+    query, key, value, flat = four_dimensional_pack(query, key, value)
+    return Layout(query, key, value, attn_mask, None, flat)
+
+
+def compute(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | Projection,
+    method: str | Method,
+    *,
+    cu_seqlens: Tensor | None = None,
+    **arguments: Any,
+) -> Tensor:
     """Check a call on four-dimensional tensors and run it. arguments: the other arguments of `check_call`."""
     chosen = _method(method)
+    if cu_seqlens is not None:
+        masks = {name: arguments.get(name) for name in ("attn_mask", "query_mask")}
+        offsets = read_offsets(cu_seqlens, query, key, **masks)
+        if not chosen.supports.packed:
+            return _each_sequence(query, key, value, chosen, offsets, **arguments)
+        arguments["offsets"] = offsets
     with memory_errors_named(chosen, query=query, key=key):
         call = check_call(query, key, value, chosen, **arguments)
         # Methods compute in float32 or float64; autocast around the call would undo that.
         with torch.autocast(query.device.type, enabled=False):
             return _run(query, key, value, chosen, call).to(query.dtype)
+
+
+def _each_sequence(
+    query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, offsets: Sequence[int],
+    statistics: dict[str, Tensor] | None = None, **arguments: Any,
+) -> Tensor:  # fmt: skip
+    """Run a call for each packed sequence."""
+    outputs, notes = [], []
+    for start, end in pairwise(offsets):
+        q, k, v = (cut_sequence(x, start, end) for x in (query, key, value))
+        noted: dict[str, Tensor] | None = None if statistics is None else {}
+        outputs.append(compute(q, k, v, chosen, statistics=noted, **arguments))  # type: ignore[arg-type]
+        notes.append(noted or {})
+    if statistics is not None:
+        statistics.update(join_notes(notes, [end - start for start, end in pairwise(offsets)]))
+    return torch.cat(outputs, dim=2)
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, call: Call) -> Tensor:
@@ -265,15 +313,32 @@ def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
 def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
     """Run kernels where they cover the call, else plain PyTorch; the specification if asked for."""
     if call.impl == "reference":
-        return chosen.reference(q, k, v, call)  # type: ignore[arg-type]  # a Projection only where it was asked for
+        return _by_sequence(chosen.reference, q, k, v, call)
     own = native.ready(q, half=True) and _native_is_current(type(chosen))
     out = chosen.native(q, k, v, call) if own else None  # type: ignore[arg-type]
     if out is None and call.impl == "native":
         raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
     if out is None:
         q, k, v = _convert(q, k, v, wide_type(q))
-        return chosen.fast(q, k, v, call)  # type: ignore[arg-type]
+        return _by_sequence(chosen.fast, q, k, v, call)
     return out
+
+
+def _by_sequence(
+    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor | Projection, call: Call
+) -> Tensor:  # v is a Projection only where the method asked for one
+    """Run `reference` or `fast` of a method, which know no packs, on each packed sequence."""
+    offsets = call.mask.offsets
+    if offsets is None:
+        return run(q, k, v, call)
+    outputs, notes = [], []
+    for start, end in pairwise(offsets):
+        parts = (cut_sequence(x, start, end) for x in (q, k, v))
+        alone = replace(call.with_mask(offsets=None), statistics=None if call.statistics is None else {})
+        outputs.append(run(*parts, alone))
+        notes.append(alone.statistics or {})
+    call.note(**join_notes(notes, [end - start for start, end in pairwise(offsets)]))
+    return torch.cat(outputs, dim=2)
 
 
 def _native_is_current(cls: type[Method]) -> bool:

@@ -19,9 +19,12 @@ class Layout(NamedTuple):
     value: Tensor | Projection
     attn_mask: Tensor | None
     leading: torch.Size | None  #: the result's sizes before length and width; None where nothing was changed
+    flat: bool = False  #: packed sequences came as [total, heads, width]
 
     def restore(self, result: Tensor) -> Tensor:
         """Return a result that begins with [batch, heads] in the shape of the caller's tensors."""
+        if self.flat:
+            return result[0].transpose(0, 1)
         return result if self.leading is None else result.reshape((*self.leading, *result.shape[2:]))
 
 

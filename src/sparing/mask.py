@@ -19,6 +19,7 @@ class Mask:
     pattern: Tensor | None = None  #: boolean (True = attend) or additive, broadcastable to (B, H, n_q, n_k)
     queries: Tensor | None = None  #: (B, n_q) boolean, False for queries whose rows are zeros
     influence: Tensor | None = None  #: (B, n_q) boolean, False for queries that must not affect other rows
+    offsets: tuple[int, ...] | None = None  #: of packed sequences, and their end; each sees itself alone
 
     @property
     def bias(self) -> Tensor | None:
@@ -36,6 +37,10 @@ class Mask:
         if self.pattern is not None:
             shown = self.pattern if self.bias is None else self.pattern != -torch.inf
             allowed = shown if allowed is None else allowed & shown
+        if self.offsets is not None:
+            numbers = _sequence_numbers(self.offsets, device)
+            together = numbers[None, None, :, None] == numbers
+            allowed = together if allowed is None else allowed & together
         return allowed
 
     def key_ranks(self, n_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -120,6 +125,12 @@ def _split_padding(mask: Tensor | None, batch: int, n_k: int) -> tuple[Tensor | 
             return None, mask  # a bias, not padding
         row = row == 0
     return row.expand(batch, n_k), None
+
+
+def _sequence_numbers(offsets: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the number of the packed sequence that each position belongs to, (n,)."""
+    ends = torch.tensor(offsets[1:], device=device)
+    return torch.bucketize(torch.arange(offsets[-1], device=device), ends, right=True)
 
 
 def _ranks(valid: Tensor | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:

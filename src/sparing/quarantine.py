@@ -207,7 +207,7 @@ def _rows_that_see(bad_q: Tensor, bad_k: Tensor, bad_v: Tensor, reach: Tensor | 
     if bad_v.ndim == 3:  # hidden states of a Projection, which reach every column of every head
         bad_v = bad_v.any(-1)[:, None, :, None]
     bad = (bad_v | bad_k.unsqueeze(-1)).repeat_interleave(call.groups, dim=1)  # (B, H, n_k, e)
-    if call.mask.pattern is None and reach is None:  # padded keys are zero, hence not bad
+    if call.mask.pattern is None and call.mask.offsets is None and reach is None:  # padded keys are zero, hence not bad
         last = torch.arange(n_q, device=bad.device).clamp_max(n_k - 1)
         seen = bad.cummax(-2).values[..., last, :] if call.mask.causal else bad.any(-2, keepdim=True)
     else:

@@ -73,5 +73,5 @@ def test_opcheck(needs_grad):
     q, k, v = (x.requires_grad_(needs_grad) for x in torch.randn(3, 1, 2, 9, 16).unbind(0))
     settings = (True, 0.0, False, None, False, "yoso(hashes=2)", "auto", None)
     torch.library.opcheck(
-        torch.ops.sparing.attention.default, (q, k, v, None, None, None, None, torch.tensor(3), *settings)
+        torch.ops.sparing.attention.default, (q, k, v, None, None, None, None, None, torch.tensor(3), *settings)
     )

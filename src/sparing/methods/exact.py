@@ -29,7 +29,7 @@ class Exact(Method):
     """
 
     name = "exact"
-    supports = Supports(causal=True, attn_mask="any", dropout=True, lse=True, training_free=True)
+    supports = Supports(causal=True, attn_mask="any", dropout=True, lse=True, packed=True, training_free=True)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         weights, lse = dense.softmax(dense.logits(q, k, call))  # (B, H, n_q, n_k)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparing.methods.exact import Exact
 from sparing.notebook import block
 from sparing.transformers.arguments import Layers, What, read_arguments
 from sparing.transformers.cache import prepare_cache
 from sparing.transformers.config_recipe import recipe_of, write_recipe
 from sparing.transformers.find import AttentionLayer, find
+from sparing.transformers.packing import is_packing, packable_encoders
 from sparing.transformers.positions import check_learned_positions, is_position_check
 from sparing.transformers.recipe import Recipe
 from sparing.transformers.runtime.adapters import set_class
@@ -118,6 +120,8 @@ class Handle:
             place = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             lines.append(f"  {place}: {text}")
         lines += [f"  {line}" for line in self._phases()]
+        if any((state := state_of(layer.module)) is not None and state.packing for layer in self._layers):
+            lines.append("  the padding of batches is removed")
         if any(
             layer.causal and (method := method_of(layer.module)) and method.supports.projection
             for layer in self._layers
@@ -164,6 +168,7 @@ def approximate(
     layers: Layers | None = None,
     seed: int | None = 0,
     when: str | None = None,
+    padding: str = "keep",
 ) -> Handle:
     """Replace the attention of a Hugging Face model, in place. No weight is changed and nothing is copied.
 
@@ -175,6 +180,9 @@ def approximate(
     seed: fixes all random choices. None draws new ones at each call, which depend on `torch.manual_seed`.
     when: "prefill" approximates prompts, and all other calls without a cache; "decode" leaves these exact and
         approximates tokens that continue a cache; "always" does both. None: as the recipe says, or else "always".
+    padding: "remove" runs the blocks of an encoder on the valid tokens of a padded batch alone, one sequence after the
+        other, and pads its outputs again, with zeros; other layers and the results are as before. With what="exact"
+        that is all that changes. "keep": batches run as they are.
 
     Returns a handle. `handle.restore()` restores the model, and so does the end of a `with` block, also after an
     exception. Calls may be nested: a later one applies to the layers that it names, until it is restored. What a layer
@@ -193,6 +201,11 @@ def approximate(
     """
     places = find(model)
     wanted, exact = read_arguments(model, places, what, layers, seed, when)
+    if padding not in ("keep", "remove"):
+        raise ValueError(f"padding={padding!r} is not one of 'keep', 'remove'")
+    encoders = packable_encoders(model, places) if padding == "remove" else []
+    for layer in places if encoders else ():  # every layer gets packed sequences
+        wanted.setdefault(layer.index, LayerSettings(Exact(), seed, layer.stream))
     register()
     handle = Handle(model, places, wanted, exact)
     warned: set[str] = set()
@@ -202,6 +215,8 @@ def approximate(
         states = _states(places)
         for index, settings in wanted.items():
             _apply(places[index], states[index], settings, handle._undo)
+        for encoder in encoders:
+            encoder.install(states, handle._undo)
         if any(settings.decodes and places[index].causal for index, settings in wanted.items()):
             handle._undo.append(check_learned_positions(model))
         write_recipe(model, places)
@@ -267,6 +282,7 @@ def restore(model: nn.Module) -> None:
             continue
         for settings in [each for each in state.stack if not each.from_config]:
             _remove(layer, state, settings)
+        state.packing.clear()
         for config in state.configs:
             config.release()
     for module in model.modules():
@@ -281,7 +297,7 @@ def restore(model: nn.Module) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    return hook in (prepare_cache, _check_called) or is_position_check(hook)
+    return hook in (prepare_cache, _check_called) or is_position_check(hook) or is_packing(hook)
 
 
 def _remove(layer: AttentionLayer, state: LayerState, settings: LayerSettings) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparing.compiled import run_while_tracing
 from sparing.contract import Method, Projection
 from sparing.methods.exact import Exact
+from sparing.transformers.packing import PackedBatch, Packing
 from sparing.transformers.reasons import Reason
 from sparing.transformers.statistics import Tally
 
@@ -103,6 +104,12 @@ class LayerState:
     configs: list[ConfigState] = field(default_factory=list)
     called: bool = False  #: the layer has called sparing at least once
     cache_reason: Reason | None = None  #: why sparing cannot follow the cache that the layer was last called with
+    packing: list[Packing] = field(default_factory=list)  #: what removes the padding of its batches; the last applies
+
+    @property
+    def batch(self) -> PackedBatch | None:
+        """The batch without padding that runs through the model now; None: it is as the user passed it."""
+        return self.packing[-1].batch if self.packing else None
 
     @property
     def settings(self) -> LayerSettings | None:
@@ -124,6 +131,11 @@ class LayerState:
         for state in self.configs:
             _config_states.setdefault(id(state.config), state)
         self.configs = [config_state(config) for config in configs]
+
+
+def exact_settings() -> LayerSettings:
+    """Return the settings of a layer that runs exact attention, for which nothing was set."""
+    return LayerSettings(Exact(), None, 0)
 
 
 def state_of(module: nn.Module) -> LayerState | None:

@@ -52,15 +52,18 @@ class Tally:
 
     def add(
         self, method: Method, query: Tensor, key: Tensor, value: Tensor | Projection, lengths: list[int],
-        is_causal: bool, facts: Mapping[str, Tensor],
+        is_causal: bool, facts: Mapping[str, Tensor], *, is_call: bool = True,
     ) -> None:  # fmt: skip
-        """Count one call. lengths: the valid keys of each item. facts: the statistics of the method."""
+        """Count one call. lengths: the valid keys of each item. facts: the statistics of the method.
+
+        is_call: False for a sequence of a pack, which is a part of a call.
+        """
         batch, heads, n_q, head_dim = query.shape
         kv_heads, n_k = key.shape[1], key.shape[2]
         width = value.weight.shape[0] // kv_heads if isinstance(value, Projection) else value.shape[-1]
         features = value.x.shape[-1] if isinstance(value, Projection) else None
-        self.calls += 1
-        self.covered += method.covers(n_k)
+        self.calls += is_call
+        self.covered += is_call and method.covers(n_k)
         self.positions += batch * n_k
         for item, length in enumerate(lengths):
             shape = Shape(

@@ -43,6 +43,15 @@ class FutureGradient(Broken):
         return super().reference(q, k, v, call) + (v - v.detach()).mean(-2, keepdim=True)
 
 
+class SequencesSeeEachOther(Broken):
+    """Its kernel takes packs whole, and ignores where sequences begin."""
+
+    name = "_sequences_see_each_other"
+
+    def native(self, q, k, v, call):
+        return self.reference(q, k, v, call.with_mask(offsets=None))
+
+
 class MaskDropped(Broken):
     name = "_mask_dropped"
 

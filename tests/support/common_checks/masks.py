@@ -87,6 +87,32 @@ def padded_equals_packed(row: Row, impl: str) -> None:
                     close(row, f"{kind} padding to {n}, causal={causal}", out[b : b + 1, :, index], alone, 1e-5)
 
 
+@check("packed sequences")
+def packed_sequences(row: Row, impl: str) -> None:
+    """A pack gives what a call for each sequence gives, to the bit where there is one, whatever the others hold."""
+    lengths = (7, 1, 25)
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    offsets = torch.tensor([0, *ends], dtype=torch.int32)
+    x = make(row.method, batch=1, n_q=ends[-1])
+    for causal in (False, True) if row.supports.causal else (False,):
+        found = run(row.method, x, impl=impl, is_causal=causal, cu_seqlens=offsets)
+        alone = [run(row.method, x.tokens(slice(end - n, end)), impl=impl, is_causal=causal)
+                 for n, end in zip(lengths, ends, strict=True)]  # fmt: skip
+        wanted = torch.cat(alone, dim=2)
+        if row.supports.packed:
+            close(row, f"a pack against a call per sequence, causal={causal}", found, wanted, 1e-5)
+        else:
+            same(row, f"a pack against a call per sequence, causal={causal}", found, wanted)
+        for fill in (3.0, torch.nan):
+            q, k, payload = (t.clone() for t in x.leaves())
+            for t in (q, k, payload):
+                t[..., 7:8, :] = fill
+            spoiled = run(row.method, replace(x, q=q, k=k).with_payload(payload), impl=impl, is_causal=causal,
+                          cu_seqlens=offsets)  # fmt: skip
+            for at in (slice(0, 7), slice(8, None)):
+                same(row, f"{fill} in another sequence", spoiled[:, :, at], found[:, :, at])
+
+
 @check("query mask")
 def query_mask(row: Row, impl: str) -> None:
     """Masked queries give zeros and do not influence the others, also when the keys are not padded."""

@@ -19,9 +19,11 @@ from sparing.transformers.runtime.call import Given, ModelCall
 from sparing.transformers.runtime.decode import decode
 from sparing.transformers.runtime.exact import exact
 from sparing.transformers.runtime.masks import cut_mask, hides_rest, mask_function, read_mask
+from sparing.transformers.runtime.method import MethodArguments
+from sparing.transformers.runtime.packed import given_offsets, run_batch, run_packed
 from sparing.transformers.runtime.prefill import prefill
 from sparing.transformers.runtime.projection import projection, read_projection
-from sparing.transformers.state import CHOSEN, NAME, state_of
+from sparing.transformers.state import CHOSEN, NAME, exact_settings, state_of
 
 
 def register() -> None:
@@ -52,6 +54,17 @@ def attention_function(
     settings = state.settings
     stays_exact = settings is None or settings.exact
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    if not tracing and (batch := state.batch) is not None and settings is not None:
+        state.called = True
+        refusals.check_arguments(state, others)
+        shape = MethodArguments(query, key, value, attention_mask, scale=scaling, dropout=dropout)
+        return run_batch(state, settings, shape, batch).transpose(1, 2), None
+    offsets, others = given_offsets(state, query, key, attention_mask, looks_back, others) if others else (None, others)
+    if offsets is not None and not tracing:
+        state.called = True
+        refusals.check_arguments(state, others)
+        shape = MethodArguments(query, key, value, None, looks_back, scaling, dropout)
+        return run_packed(state, settings or exact_settings(), shape, offsets).transpose(1, 2), None
     layer = None if tracing else find_layer(module, state, key, value)
     given, n_q, filled = Given(key, value, attention_mask, position_bias), query.shape[2], key.shape[2]
     if layer is not None:

@@ -38,8 +38,14 @@ def run_call(call: ModelCall, past: Past | None = None) -> Tensor:
     return run_method(call.state, call.settings, given, past).transpose(1, 2).contiguous()
 
 
-def run_method(state: LayerState, settings: LayerSettings, given: MethodArguments, past: Past | None = None) -> Tensor:
-    """Run the method that the settings name, count the call, and return [B, H, n_q, e]."""
+def run_method(
+    state: LayerState, settings: LayerSettings, given: MethodArguments, past: Past | None = None, *,
+    is_call: bool = True,
+) -> Tensor:  # fmt: skip
+    """Run the method that the settings name, count the call, and return [B, H, n_q, e].
+
+    is_call: False for a sequence of a pack, which is a part of a call.
+    """
     query, key, value = given.query, given.key, given.value
     refusals.check_dropout(state, settings, given.dropout)
     rows = None
@@ -62,5 +68,5 @@ def run_method(state: LayerState, settings: LayerSettings, given: MethodArgument
         raise refusals.unsupported(state, error) from error
     facts, valid = found.statistics, found.statistics.get("tokens")
     lengths = count_valid_keys(given.mask, len(query), key.shape[2]) if valid is None else valid.amax(-1).tolist()
-    settings.tally.add(settings.method, query, key, value, lengths, given.is_causal, facts)
+    settings.tally.add(settings.method, query, key, value, lengths, given.is_causal, facts, is_call=is_call)
     return found.output

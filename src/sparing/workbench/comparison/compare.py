@@ -169,8 +169,8 @@ def compare(
                 for spec in specs
             )
             if causal and metric in (None, "needle"):
-                runs = FactRuns(subject, store, here, lambda text: tell(text, sweep.steps, sweep.steps))
-                table = _with_facts(table, runs, given.tokens, cases, tolerance if metric == "needle" else None)
+                share = tolerance if metric == "needle" else None
+                table = _with_facts(table, subject, store, here, given.tokens, cases, share, tell)
             words.append(summary(table, len(given.rows), given.tokens, tolerance, chosen.words))
     return Comparison(
         subject.name, subject.kind, given.data, len(given.rows), given.tokens, given.longer, given.skipped,
@@ -216,13 +216,14 @@ def _refuse_nothing(
 
 
 def _with_facts(
-    table: Sequence[Row], runs: FactRuns, length: int, count: int, tolerance: float | None
-) -> tuple[Row, ...]:
+    table: Sequence[Row], subject: Subject, store: Store, here: dict[str, Any], length: int, count: int,
+    tolerance: float | None, tell: Progress,
+) -> tuple[Row, ...]:  # fmt: skip
     """Return the rows with the facts that prompts keep, for methods whose verdict needs them.
 
     tolerance: of the facts lost, if they alone decide.
     """
-    contexts = contexts_of(runs.subject, length, count)
+    contexts = contexts_of(subject, length, count)
     if tolerance is not None and not contexts:
         raise ValueError(f"metric='needle': no task fits into {length} tokens; use longer documents, or metric=None")
     able = (FASTER, SLOWER, UNTIMED) if tolerance is None else (FASTER, SLOWER, UNTIMED, UNKNOWN, UNSAFE)
@@ -230,6 +231,8 @@ def _with_facts(
         row.method for row in table
         if row.verdict in able and (tolerance is not None or _method(row.method).name != "exact")
     ]  # fmt: skip
+    steps = iter(range(1, len(contexts) * len(asked) + 1))
+    runs = FactRuns(subject, store, here, lambda text: tell(text, next(steps), len(contexts) * len(asked)))
     found = runs.count(contexts, [(spec, "prefill") for spec in asked]) if contexts else {}
     kept = {spec: each if isinstance(each := found.get((spec, "prefill")), FactCount) else None for spec in asked}
     return tuple(with_facts(row, kept[row.method], tolerance) if row.method in kept else row for row in table)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparing.contract import Projection
 from sparing.transformers.families import Family
 from sparing.transformers.runtime.method import MethodArguments, run_method
+from sparing.transformers.runtime.packed import run_batch
 from sparing.transformers.state import LayerSettings, LayerState, state_of
 
 
@@ -58,7 +59,9 @@ class AdaptedAttention(nn.Module):
             value = split_heads(layers[2](hidden), heads)
         if settings.exact:  # only dropout is random then, and must differ from step to step
             settings = replace(settings, seed=None)
-        return run_method(state, settings, MethodArguments(q, k, value, mask, dropout=dropout))
+        given = MethodArguments(q, k, value, mask, dropout=dropout)
+        batch = None if torch.compiler.is_compiling() else state.batch
+        return run_method(state, settings, given) if batch is None else run_batch(state, settings, given, batch)
 
 
 class ConvolvingAttention(AdaptedAttention):
