@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import sparing
 from sparing import Unsupported
+from sparing.transformers.find import find
 from sparing.transformers.packing import ENCODERS, is_packing
 from tests.support.model_zoo import CONFIGS, SMALL, TOKENS
 
@@ -65,15 +66,19 @@ def test_every_family_is_tested():
 def test_outputs_are_those_of_the_padded_model(encoder):
     model, given = model_of(encoder), batch([20, 3, 1, 13], longest=24)
     wanted = model(**given, output_hidden_states=True)
+    seen = []
+    watch = find(model)[-1].module.register_forward_hook(lambda module, args, out: seen.append(tuple(out[0].shape[:2])))
     with sparing.approximate(model, "exact", padding="remove") as handle:
-        found = model(**given, output_hidden_states=True)
+        found = model(**given)
+        direct = model.forward(**given, output_hidden_states=True)
         shown = repr(handle)
     assert "the padding of batches is removed" in shown
+    watch.remove()
+    assert seen == [(1, 37), (4, 24)], "valid tokens alone, but padded where the hidden states of all layers are wanted"
     valid = given["attention_mask"].bool()
     by_token = found.logits.ndim == 3
     assert torch.allclose(*(x.logits[valid] if by_token else x.logits for x in (found, wanted)), atol=1e-5)
-    assert len(found.hidden_states) == len(wanted.hidden_states)
-    for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True):
+    for a, b in zip(direct.hidden_states, wanted.hidden_states, strict=True):
         assert a.shape == b.shape
         assert torch.allclose(a[valid], b[valid], atol=1e-5)
     again = model(**given)
@@ -104,16 +109,16 @@ _KEPT: dict[str, torch.nn.Module] = {}
 
 
 @torch.no_grad()
-def test_the_blocks_see_valid_tokens_alone():
-    """The control: without it, equal outputs would show nothing."""
+def test_however_the_model_is_called():
     model, given, seen = model_of("BertModel", head=False), batch([20, 3, 1]), []
     model.encoder.layer[1].intermediate.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
     with sparing.approximate(model, "exact", padding="remove"):
-        model(**given)
         model(given["input_ids"], given["attention_mask"])
+        model.forward(**given)
+        model(**given, return_dict=False)
         model(input_ids=given["input_ids"][:1])
     model(**given)
-    assert [tuple(shape) for shape in seen] == [(1, 24, 64), (1, 24, 64), (1, 20, 64), (3, 20, 64)]
+    assert [tuple(shape) for shape in seen] == [(1, 24, 64)] * 3 + [(1, 20, 64), (3, 20, 64)]
 
 
 @pytest.mark.parametrize("spec", ["window(size=4)", "nystrom(landmarks=4)", "key_clusters(keys=8)"])

@@ -182,7 +182,8 @@ def approximate(
         approximates tokens that continue a cache; "always" does both. None: as the recipe says, or else "always".
     padding: "remove" runs the blocks of an encoder on the valid tokens of a padded batch alone, one sequence after the
         other, and pads its outputs again, with zeros; other layers and the results are as before. With what="exact"
-        that is all that changes. "keep": batches run as they are.
+        that is all that changes. Calls that ask for the hidden states of all layers run padded, and so do compiled
+        models and training with gradient checkpointing. "keep": batches run as they are.
 
     Returns a handle. `handle.restore()` restores the model, and so does the end of a `with` block, also after an
     exception. Calls may be nested: a later one applies to the layers that it names, until it is restored. What a layer

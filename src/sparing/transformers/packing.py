@@ -8,7 +8,6 @@ batches. Nothing of a model is replaced: forward hooks of the encoder and of its
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparing.contract import Unsupported
+from sparing.mask import hides
 from sparing.transformers.find import AttentionLayer
 
 #: Encoders whose blocks treat every token alike but for attention, by class name. Tests compare each with itself.
@@ -45,6 +45,10 @@ class PackedBatch:
         ends = keep.new_tensor(lengths, dtype=torch.long, device="cpu").cumsum(0).tolist()
         items = tuple(item for item, length in enumerate(lengths) if length)
         return cls(keep, keep.flatten().nonzero()[:, 0], items, (0, *(ends[item] for item in items)))
+
+    def is_in(self, query: Tensor) -> bool:
+        """Return whether queries [1, H, total, d] are of this batch."""
+        return query.shape[0] == 1 and query.shape[2] == self.offsets[-1]
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -77,11 +81,14 @@ class HasPacking(Protocol):
 
 
 class Packing:
-    """The hooks of one encoder. Each thread has a batch of its own."""
+    """The hooks of one encoder. Each thread has a batch of its own.
+
+    They are hooks of the blocks, and of the module that runs them: sentence-transformers calls `forward` of the
+    encoder, whose own hooks do not run then.
+    """
 
     def __init__(self, owner: PreTrainedModel, blocks: list[nn.Module]) -> None:
-        self._first, self._last = blocks[0], blocks[-1]
-        self._mask_place = _place_of(type(owner).forward, "attention_mask")
+        self._owner, self._first, self._last = owner, blocks[0], blocks[-1]
         self._local = threading.local()
 
     @property
@@ -89,40 +96,42 @@ class Packing:
         """The batch that runs through the blocks now; None: it is padded."""
         return getattr(self._local, "batch", None)
 
-    def install(self, owner: nn.Module, blocks: list[nn.Module]) -> list[Callable[[], None]]:
-        """Register the hooks, and return functions that remove them."""
+    def install(self, runner: nn.Module, blocks: list[nn.Module]) -> list[Callable[[], None]]:
+        """Register the hooks, and return functions that remove them. runner: the module that runs the blocks."""
         added = [
-            owner.register_forward_pre_hook(self.before_encoder, with_kwargs=True, prepend=True),
-            owner.register_forward_hook(self.after_encoder, always_call=True),
-            self._last.register_forward_hook(self.after_last_block),
+            runner.register_forward_pre_hook(self.before_blocks, with_kwargs=True),
+            runner.register_forward_hook(self.after_blocks, always_call=True),
         ]
-        added += [block.register_forward_pre_hook(self.before_block, with_kwargs=True) for block in blocks]
+        for block in blocks:
+            added.append(block.register_forward_pre_hook(self.before_block, with_kwargs=True))
+        added.append(self._last.register_forward_hook(self.after_last_block))
         return [each.remove for each in added]
 
-    def before_encoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the valid tokens; leave batches alone that have no padding, and calls that may run blocks again."""
-        self._local.batch, self._local.rotary = None, {}
-        place = self._mask_place
-        mask = kwargs.get("attention_mask", args[place] if place < len(args) else None)
-        again = module.training and bool(getattr(module, "is_gradient_checkpointing", False))
-        if not isinstance(mask, Tensor) or mask.ndim != 2 or again or torch.compiler.is_compiling():
-            return
-        keep = mask.bool()
-        if bool(keep.any()) and not bool(keep.all()):
-            self._local.batch = PackedBatch.of(keep)
+    def before_blocks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether the hidden states of each block are wanted: they would be packed ones."""
+        self._local.batch, self._local.wanted = None, bool(kwargs.get("output_hidden_states"))
+
+    def after_blocks(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forget the batch, also after an error."""
+        self._local.batch, self._local.wanted = None, False
 
     def before_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pack the hidden states before the first block, and the rotary embeddings before each."""
+        """Pack the hidden states before the first block, and rotary embeddings before each."""
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if module is self._first:
+            mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+            wanted = self._owner.config.output_hidden_states or kwargs.get("output_hidden_states")
+            padded = wanted or getattr(self._local, "wanted", False)
+            self._local.batch, self._local.rotary = None if padded else self._find(mask, hidden), {}
         batch = self.batch
         if batch is None:
             return None
-        if module is self._first:
-            if args:
-                args = (batch.pack(args[0]), *args[1:])
-            else:
-                kwargs = {**kwargs, "hidden_states": batch.pack(kwargs["hidden_states"])}
+        if module is self._first and args:
+            args = (batch.pack(hidden), *args[1:])
+        elif module is self._first:
+            kwargs = {**kwargs, "hidden_states": batch.pack(hidden)}
         rotary = kwargs.get("position_embeddings")
         if rotary is not None:
             known: dict[int, Any] = self._local.rotary  # by the id of the padded ones, which the model holds on to
@@ -133,22 +142,21 @@ class Packing:
 
     def after_last_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Pad the hidden states again."""
-        batch = self.batch
+        batch, self._local.batch = self.batch, None
         if batch is None:
             return None
         return (batch.unpack(output[0]), *output[1:]) if isinstance(output, tuple) else batch.unpack(output)
 
-    def after_encoder(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Pad the hidden states of single layers, if they were asked for, and forget the batch."""
-        batch, self._local.batch, self._local.rotary = self.batch, None, {}
-        states = None if batch is None else getattr(output, "hidden_states", None)
-        if batch is None or states is None:
+    def _find(self, mask: Any, hidden: Tensor) -> PackedBatch | None:
+        """Return where the valid tokens are, by the mask that the first block gets; None: nothing is to be packed."""
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or torch.compiler.is_compiling():
             return None
-        output.hidden_states = tuple(
-            batch.unpack(x) if x.shape[:2] == (1, batch.offsets[-1]) and x.shape[:2] != batch.keep.shape else x
-            for x in states
-        )
-        return output
+        if self._owner.training and self._owner.is_gradient_checkpointing:  # blocks run again in the backward pass
+            return None
+        # A token that no query may see is padding.
+        seen = mask[:, 0, 0] if mask.stride(-2) == 0 or mask.shape[-2] == 1 else mask.amax((1, 2))
+        keep = (~hides(seen)).expand(hidden.shape[:2])
+        return PackedBatch.of(keep) if bool(keep.any()) and not bool(keep.all()) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: held for name, held in vars(self).items() if name != "_local"}  # of a copy, nothing runs
@@ -161,6 +169,7 @@ class PackableEncoder(NamedTuple):
     """An encoder whose batches can run without padding."""
 
     owner: PreTrainedModel
+    runner: nn.Module  #: runs the blocks: the owner, or a part of it
     blocks: dict[int, nn.Module]  #: by id, in the order in which they run
     layers: list[int]  #: numbers of its attention layers in the model
 
@@ -177,15 +186,15 @@ class PackableEncoder(NamedTuple):
             held = states[number].packing
             undo.append(functools.partial(remove, held))
             held.append(packing)
-        undo += packing.install(self.owner, blocks)
+        undo += packing.install(self.runner, blocks)
 
 
 def packable_encoders(model: nn.Module, layers: list[AttentionLayer]) -> list[PackableEncoder]:
     """Return the encoders in a model, or raise where padding cannot be removed from one of its attention layers."""
     found: dict[int, PackableEncoder] = {}
     for layer in layers:
-        owner, block = _owner_and_block(model, layer.name)
-        if owner is None or block is None or type(owner).__name__ not in ENCODERS:
+        owner, runner, block = _around(model, layer.name)
+        if owner is None or runner is None or block is None or type(owner).__name__ not in ENCODERS:
             raise Unsupported(_refusal(model if owner is None else owner, layer))
         if layer.causal or layer.cross or layer.unsupported is not None:
             why = layer.unsupported or ("it is causal" if layer.causal else "it is cross attention")
@@ -195,7 +204,7 @@ def packable_encoders(model: nn.Module, layers: list[AttentionLayer]) -> list[Pa
                 "padding='remove': the model's config sets chunk_size_feed_forward, and a pack has any number of "
                 "tokens; set it to 0, or use padding='keep'"
             )
-        encoder = found.setdefault(id(owner), PackableEncoder(owner, {}, []))
+        encoder = found.setdefault(id(owner), PackableEncoder(owner, runner, {}, []))
         encoder.blocks[id(block)] = block
         encoder.layers.append(layer.index)
     return list(found.values())
@@ -206,18 +215,18 @@ def is_packing(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), Packing)
 
 
-def _owner_and_block(model: nn.Module, name: str) -> tuple[PreTrainedModel | None, nn.Module | None]:
-    """Return the innermost pretrained model around an attention layer, and the entry of its list of blocks."""
+def _around(model: nn.Module, name: str) -> tuple[PreTrainedModel | None, nn.Module | None, nn.Module | None]:
+    """Return what is around an attention layer: the innermost pretrained model, what runs its blocks, and the block."""
     owner = model if isinstance(model, PreTrainedModel) else None
-    block, parent, parts = None, model, name.split(".")
-    for part in parts:
+    runner, block, before, parent = None, None, None, model
+    for part in name.split("."):
         inner = getattr(parent, part)
         if isinstance(inner, PreTrainedModel):
-            owner, block = inner, None
+            owner, runner, block = inner, None, None
         elif block is None and isinstance(parent, nn.ModuleList):
-            block = inner
-        parent = inner
-    return owner, block
+            runner, block = before, inner
+        before, parent = parent, inner
+    return owner, runner, block
 
 
 def _refusal(owner: nn.Module, layer: AttentionLayer) -> str:
@@ -228,8 +237,3 @@ def _refusal(owner: nn.Module, layer: AttentionLayer) -> str:
         f"padding='remove': {layer.name} is in {kind}, whose other layers may look at the batch too; padding can be "
         f"removed from {', '.join(ENCODERS)}; use padding='keep'"
     )
-
-
-def _place_of(forward: Callable[..., Any], name: str) -> int:
-    """Return the place of an argument among those of a method, self apart."""
-    return list(inspect.signature(forward).parameters).index(name) - 1

@@ -54,7 +54,7 @@ def attention_function(
     settings = state.settings
     stays_exact = settings is None or settings.exact
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if not tracing and (batch := state.batch) is not None and settings is not None:
+    if not tracing and (batch := state.batch) is not None and batch.is_in(query) and settings is not None:
         state.called = True
         refusals.check_arguments(state, others)
         shape = MethodArguments(query, key, value, attention_mask, scale=scaling, dropout=dropout)

@@ -61,7 +61,9 @@ class AdaptedAttention(nn.Module):
             settings = replace(settings, seed=None)
         given = MethodArguments(q, k, value, mask, dropout=dropout)
         batch = None if torch.compiler.is_compiling() else state.batch
-        return run_method(state, settings, given) if batch is None else run_batch(state, settings, given, batch)
+        if batch is None or not batch.is_in(q):
+            return run_method(state, settings, given)
+        return run_batch(state, settings, given, batch)
 
 
 class ConvolvingAttention(AdaptedAttention):
