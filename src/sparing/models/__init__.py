@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparing.from_json import parse
 from sparing.models import minilm, smollm2
+from sparing.models.sentences import Pooling, load_sentences, parts_of, pools_otherwise
 from sparing.store import readable
 
 PRESETS: dict[str, Callable[[], tuple[Any, Any]]] = {"minilm": minilm.load, "smollm2": smollm2.load}
@@ -30,6 +31,16 @@ class Subject:
     name: str
     model: Any
     tokenizer: Any
+    pooling: Pooling | None = None  #: what makes the embedding of an encoder; None: the mean over tokens
+    max_length: int | None = None  #: tokens at which sentence-transformers cuts texts, where it made the model
+    prompt: str = ""  #: before every text, by sentence-transformers
+    note: str = ""  #: what the user should know about the model
+
+    @classmethod
+    def of_sentences(cls, name: str, model: Any) -> Subject:
+        """Return the model inside a `SentenceTransformer` or a `CrossEncoder`, with its own pooling."""
+        found = parts_of(model)
+        return cls(name, found.model, found.tokenizer, found.pooling, found.max_length, found.prompt)
 
     @property
     def kind(self) -> str:
@@ -60,6 +71,8 @@ class Subject:
     @property
     def sentence_length(self) -> int | None:
         """The number of tokens at which sentence-transformers cuts texts for this model; None: it has no such limit."""
+        if self.max_length is not None:
+            return self.max_length
         from transformers.utils.hub import cached_file
 
         try:
@@ -79,10 +92,17 @@ class Subject:
         digest = hashlib.sha256(type(self.model).__name__.encode())
         settings = {k: v for k, v in self.model.config.to_dict().items() if not k.startswith("_") and k not in _NOT_IT}
         digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-        for name, weight in sorted(self.model.state_dict().items()):
+        pooled = {} if self.pooling is None else self.pooling.state_dict()
+        if self.pooling is not None or self.prompt:
+            digest.update(f"{self.pooling} {self.prompt}".encode())
+        for name, weight in sorted({**self.model.state_dict(), **pooled}.items()):
             digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
             digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()[:16]
+
+    def embedding(self, hidden: Tensor) -> Tensor:
+        """Return the embedding of a text from the hidden states [n, d] of an encoder, in float64."""
+        return hidden.double().mean(0) if self.pooling is None else self.pooling(hidden).double()
 
     def run(self, ids: Tensor, types: Tensor | None = None) -> Any:
         """Run the model on the tokens [n] of one document, unpadded; types: see `encode_pairs`."""
@@ -111,7 +131,8 @@ class Subject:
     def encode(self, texts: Sequence[str], length: int) -> tuple[list[Tensor], int]:
         """Return token ids [n] of each text, at most `length`, and how many texts were truncated."""
         rows, longer = [], 0
-        for text in texts:
+        for given in texts:
+            text = self.prompt + given
             ids = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
             if len(ids) > length:
                 longer += 1
@@ -184,7 +205,14 @@ def load(name: str, dtype: str = "auto") -> Subject:
         raise ValueError(f"model: there is no folder {name}; presets are {', '.join(PRESETS)}")
     if Path(name).is_dir() and not any(found.name.startswith(_TOKENIZERS) for found in Path(name).iterdir()):
         raise ValueError(f"model: {name} has no tokenizer; save it there: tokenizer.save_pretrained(...)")
+    path = Path(name)
+    of_a_run = path.name == "model" and path.parent.name  # where `sparing train` writes it
+    label = readable(of_a_run or path.name)
+    kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
+        sentences = load_sentences(name, kind)
+        if sentences is not None:
+            return Subject.of_sentences(label, sentences.eval())
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         wanted = (config.architectures or [""])[0]
         if wanted.endswith(("ForCausalLM", "LMHeadModel")):
@@ -195,7 +223,7 @@ def load(name: str, dtype: str = "auto") -> Subject:
             auto = transformers.AutoModel
         model, info = auto.from_pretrained(
             name,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            dtype=kind,
             output_loading_info=True,
             trust_remote_code=False,
         )
@@ -208,6 +236,10 @@ def load(name: str, dtype: str = "auto") -> Subject:
             f"model: {name} has no weights for {missing[0]}{' and others' * (len(missing) > 1)}, which would be "
             "initialised at random; train it first, or save it with the architecture that it has"
         )
-    path = Path(name)
-    of_a_run = path.name == "model" and path.parent.name  # where `sparing train` writes it
-    return Subject(readable(of_a_run or path.name), model.eval(), tokenizer)
+    note = ""
+    if pools_otherwise(name):
+        note = (
+            "This model makes embeddings in its own way (modules.json), and here they are means over tokens: "
+            "pip install sentence-transformers, which knows how."
+        )
+    return Subject(label, model.eval(), tokenizer, note=note)

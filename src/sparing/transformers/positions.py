@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparing.contract import Unsupported
+from sparing.models.sentences import is_sentence_model, parts_of
 
 _FIELD = "max_position_embeddings"  # families with another name (n_positions) map this one to it
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
@@ -53,7 +54,8 @@ def extend_positions(model: Any, length: int) -> Any:
     The tables become new parameters: create the optimizer afterwards. The tokenizer keeps its limit; for truncation at
     the new length set `tokenizer.model_max_length = length` too.
 
-    model: a `transformers.PreTrainedModel`; of a model made of several, such as CLIP, the part that reads the text.
+    model: a `transformers.PreTrainedModel`; of a model made of several, such as CLIP, the part that reads the text. Of
+        a model of sentence-transformers the encoder inside is extended, and `max_seq_length` is set to the new length.
     length: tokens per input. The model's present length changes nothing, a smaller one raises.
     Returns the model.
 
@@ -63,6 +65,10 @@ def extend_positions(model: Any, length: int) -> Any:
     >>> model(torch.ones(1, 2048, dtype=torch.long)).last_hidden_state.shape
     torch.Size([1, 2048, 32])
     """
+    if is_sentence_model(model):
+        extend_positions(parts_of(model).model, length)
+        model.max_seq_length = length
+        return model
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}; pass the one inside"

@@ -21,7 +21,7 @@ def digest(subject: Subject, ids: Tensor, output: Any, *, item: int = 0) -> Dige
     item: the number of the document in a batch without padding.
     """
     if subject.kind == "encoder":
-        return {"embedding": output.last_hidden_state[item].double().mean(0).tolist()}
+        return {"embedding": subject.embedding(output.last_hidden_state[item]).tolist()}
     if subject.kind == "language model":
         logits, wanted = output.logits[item, :-1], ids[1:].to(output.logits.device)
         loss = float(torch.nn.functional.cross_entropy(logits.float(), wanted))

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparing.documents import Documents, default
 from sparing.models import Subject, load, silent
+from sparing.models.sentences import is_sentence_model
 from sparing.spec import shown
 from sparing.transformers.positions import extend_positions
 from sparing.transformers.watch import is_approximated
@@ -61,8 +62,8 @@ class Prepared:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about the documents before trusting any figure."""
-        found = []
+        """What the user should know about the model and the documents before trusting any figure."""
+        found = [self.subject.note] if self.subject.note else []
         if len(self.typical) < SHORT:
             found.append(
                 f"Short documents: half of them have {len(self.typical)} tokens or fewer, of which most methods read "
@@ -156,7 +157,7 @@ def documents_of(texts: Documents | Sequence[str] | None) -> Documents:
 def extended(subject: Subject, length: int) -> Subject:
     """Return a copy whose learned positions are repeated for so many tokens."""
     model = extend_positions(copy.deepcopy(subject.model), length)
-    return Subject(f"{subject.name} with positions for {length}", model, subject.tokenizer)
+    return replace(subject, name=f"{subject.name} with positions for {length}", model=model)
 
 
 def fetched(source: ModelSource) -> Subject:
@@ -207,6 +208,9 @@ def _subject(model: Any, tokenizer: Any, dtype: str) -> Subject:
         raise ValueError(f"dtype={dtype!r} is for models that are loaded by name; convert this one: model.to(...)")
     if isinstance(model, Subject):
         return model
+    if is_sentence_model(model):
+        found = Subject.of_sentences(type(model).__name__, model)
+        return found if tokenizer is None else replace(found, tokenizer=tokenizer)
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model={shown(model)} must be a preset, a folder, a name on the hub, or a model object")
     if tokenizer is None:

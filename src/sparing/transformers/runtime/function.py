@@ -6,6 +6,7 @@ and causality are lost. So every call checks that both are registered.
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sparing.transformers.runtime.method import MethodArguments
 from sparing.transformers.runtime.packed import given_offsets, run_batch, run_packed
 from sparing.transformers.runtime.prefill import prefill
 from sparing.transformers.runtime.projection import projection, read_projection
-from sparing.transformers.state import CHOSEN, NAME, exact_settings, state_of
+from sparing.transformers.state import CHOSEN, NAME, LayerState, exact_settings, state_of
 
 
 def register() -> None:
@@ -31,6 +32,15 @@ def register() -> None:
     for name in (NAME, CHOSEN):
         AttentionInterface.register(name, attention_function)
         AttentionMaskInterface.register(name, mask_function)
+
+
+def _restored_state() -> LayerState:
+    """Return an empty state for a model that another process unpickles, where nobody has called `approximate()`."""
+    register()
+    return LayerState("")
+
+
+copyreg.pickle(LayerState, lambda state: (_restored_state, (), vars(state)))
 
 
 def attention_function(
