@@ -158,7 +158,7 @@ def test_a_new_file_beside_an_input_is_welcome(here, capsys):
 def test_every_option_that_names_a_file_is_declared():
     """So that no command forgets to look: what is called FILE or FOLDER, or is known to name one, is read or written."""
     (commands,) = (each for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
-    others = {"model", "file", "pretrained", "data", "out"}
+    others = {"model", "padded", "file", "pretrained", "data", "out"}
     for name, command in commands.choices.items():
         declared = {dest for _, dest in command.get_default("inputs") or ()}
         declared |= {output.dest for output in command.get_default("outputs") or ()}

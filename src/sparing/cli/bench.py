@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sparing.cli.files import writes
-from sparing.cli.options import add_methods, add_quiet, console_of, renamed
+from sparing.cli.files import reads, writes
+from sparing.cli.options import add_methods, add_quiet, console_of, documents_of, progress_bar, renamed
 
 _FILES = ("bench.json", "bench.png")
+_PADDED_FILES = ("padded.json",)
 
 
 def add(commands: Any) -> None:
@@ -27,7 +30,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--heads", type=int, default=12, metavar="N", help="number of heads (default: 12)")
     parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="dimension of a head (default: 64)")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="batch size (default: 1)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="batch size (default: 1; with --padded: 32)")
     renamed(parser, "--width", new="--head-dim")
     renamed(parser, "--batch", new="--batch-size")
     parser.add_argument("--threads", type=int, metavar="N", help="number of threads (default: as torch chooses)")
@@ -50,15 +53,36 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--targets", action="store_true", help="also print the speeds that developers aim at, and whether they are met"
     )
+    padded = parser.add_argument_group("texts of mixed length in batches, through a whole encoder")
+    reads(
+        padded, "--padded", nargs="?", const="minilm", metavar="MODEL",
+        help="race MODEL (default: minilm), padded and without padding; --methods run without padding",
+    )  # fmt: skip
+    reads(
+        padded, "--data", nargs="+", metavar="FILE",
+        help="texts, as for compare (default: random tokens, with lengths as those of film reviews)",
+    )  # fmt: skip
+    padded.add_argument("--column", metavar="NAME", help="column of a table that holds the text (default: text)")
+    padded.add_argument("--documents", type=int, metavar="N", help="use the first N texts (default: 256)")
+    padded.add_argument("--length", type=int, metavar="N", help="cut texts to N tokens (default: as the model does)")
+    padded.add_argument("--rounds", type=int, metavar="N", help="number of timed rounds (default: 3)")
     add_quiet(parser)
     writes(
-        parser, "--out", default="out", metavar="FOLDER", names=lambda options: _FILES,
-        help=f"write {' and '.join(_FILES)} to FOLDER (default: out)",
+        parser, "--out", default="out", metavar="FOLDER",
+        names=lambda options: _FILES if options.padded is None else _PADDED_FILES,
+        help=f"write {' and '.join(_FILES)}, or {_PADDED_FILES[0]}, to FOLDER (default: out)",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write."""
+    if options.padded is not None:
+        return _run_padded(options)
+    for name in ("data", "column", "documents", "length", "rounds"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for texts in batches: name a model with --padded")
+    if options.batch_size is None:
+        options.batch_size = 1
     import torch
 
     from sparing.spec import split_specs
@@ -96,6 +120,47 @@ def run(options: argparse.Namespace) -> int:
     if why:
         console.print(f"no plot: {why}")
     console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
+    return 0
+
+
+def _run_padded(options: argparse.Namespace) -> int:
+    """Race an encoder on batches of mixed length, print and write."""
+    from sparing.models import load
+    from sparing.report.padded import show
+    from sparing.spec import split_specs
+    from sparing.store import add_checksum, write_files
+    from sparing.workbench.benchmark.padded import drawn_rows, padded_bench
+    from sparing.workbench.timing import threads
+
+    if options.lengths is not None:
+        raise ValueError("--lengths is for attention calls; with --padded, texts have the lengths of --data")
+    count = 256 if options.documents is None else options.documents
+    if count < 1:
+        raise ValueError(f"--documents={count} must be at least 1")
+    with progress_bar(quiet=options.quiet) as tell:
+        subject = load(options.padded)
+        most = options.length or min(subject.sentence_length or 512, subject.positions or 512)
+        if subject.positions is not None and not 2 <= most <= subject.positions:
+            raise ValueError(f"--length={most} must be from 2 to {subject.positions}, the positions of the model")
+        if options.data:
+            texts = documents_of(options)
+            assert texts is not None
+            rows, data = subject.encode(texts.texts[:count], most)[0], texts.name
+        else:
+            rows, data = drawn_rows(subject, count, most), "random tokens"
+        with threads(options.threads) if options.threads else nullcontext():
+            found = padded_bench(
+                subject, rows, data, methods=split_specs(options.methods or ""), rounds=options.rounds or 3,
+                batch_size=32 if options.batch_size is None else options.batch_size, progress=tell,
+            )  # fmt: skip
+    target = Path(options.out) / _PADDED_FILES[0]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_files({target: json.dumps(add_checksum(found.as_dict()), indent=1, allow_nan=False) + "\n"})
+    finally:  # a full disk is no reason to hide what was measured
+        show(found, console=console_of())
+    if not options.quiet:
+        console_of(stderr=True).print(f"wrote {target}", soft_wrap=True)
     return 0
 
 

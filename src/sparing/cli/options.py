@@ -170,7 +170,9 @@ def documents_of(options: argparse.Namespace) -> Documents | None:
 
     if options.data:
         label, pair = getattr(options, "label", None), getattr(options, "pair", None)
-        return documents.read(options.data, column=options.column, label=label, pair=pair, whole=options.whole)
+        return documents.read(
+            options.data, column=options.column, label=label, pair=pair, whole=getattr(options, "whole", False)
+        )
     for name in ("column", "label", "pair", "whole"):
         if getattr(options, name, None):
             raise ValueError(f"--{name} is for files: name one with --data")

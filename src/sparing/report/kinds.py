@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sparing.report import bench, lists, plan, table
+from sparing.report import bench, lists, padded, plan, table
 from sparing.report.terminal import Terminal
 from sparing.transformers.recipe import Recipe
+from sparing.workbench.benchmark.padded import PaddedBench
 from sparing.workbench.benchmark.results import Bench
 from sparing.workbench.comparison.verdict import Comparison
 from sparing.workbench.planning.result import Plan
@@ -40,6 +41,12 @@ KINDS = (
     Kind("plan", ("promise", "recipe"), Plan.from_dict, lambda found, console: plan.show(found, console=console)),
     Kind(
         "benchmark", ("settings", "timings"), Bench.from_dict, lambda found, console: bench.show(found, console=console)
+    ),
+    Kind(
+        "benchmark of padded batches",
+        ("batches", "padding"),
+        PaddedBench.from_dict,
+        lambda found, console: padded.show(found, console=console),
     ),
     Kind("recipe", ("layers", "version"), Recipe.of, lists.show_recipe),
 )
