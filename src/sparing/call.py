@@ -42,7 +42,7 @@ class Call:
 
     When a method runs, 16-bit inputs are float32, key and value heads are repeated to the number of query heads,
     padded keys and values are zero, and no entry is infinite or NaN. Only `native` of a method that supports
-    `native_16bit` gets 16-bit inputs as they are.
+    `native_16bit` gets 16-bit inputs, and of one that supports `native_gqa` shared key heads, as they are.
     """
 
     scale: float
@@ -57,6 +57,7 @@ class Call:
     past: Past | None = None  #: the `Index` state of the sequence that starts here, to which methods may add
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
     brief: bool = False  #: only statistics that cost nothing extra
+    tracked: bool = False  #: a gradient may be asked for although autograd does not record, inside an operator
 
     def note(self, **values: Tensor) -> None:
         """Record statistics for `inspect()`; do nothing in a call of `attention()`."""

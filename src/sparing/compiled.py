@@ -64,15 +64,17 @@ def _attend(
     spec: str,
     impl: str,
     streams: Sequence[int] | None,
+    tracked: bool,
 ) -> Tensor:
     """Compute `sparing.attention` with the parts of a `Projection` and the seed as tensors.
 
-    Both operators take these arguments. seeded: whether the caller passed the seed; otherwise it was drawn.
+    Both operators take these arguments. seeded: whether the caller passed the seed; otherwise it was drawn. tracked:
+    whether the caller may ask for a gradient; autograd does not record inside an operator.
     """
     out: Tensor = _compute(
         query, key, _value(value, weight, bias), spec, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
         scale=scale, enable_gqa=enable_gqa, seed=int(seed), seeded=seeded, impl=impl, query_mask=query_mask,
-        cu_seqlens=cu_seqlens, streams=streams,
+        cu_seqlens=cu_seqlens, streams=streams, tracked=tracked,
     )  # fmt: skip
     return out.contiguous()
 

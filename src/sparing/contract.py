@@ -48,6 +48,7 @@ class Supports:
     decode: bool = False  #: `sparing.Index`: new queries continue a cache
     decode_16bit: bool = False  #: that reads caches of bfloat16 and float16 without converting them
     native_16bit: bool = False  #: its kernels read bfloat16 and float16; other paths get float32
+    native_gqa: bool = False  #: its kernels read key heads that query heads share; other paths get them repeated
     adopt: bool = False  #: `sparing.Index.adopt`: of a cache that was filled before, keys and values are enough
     training_free: bool = False  #: meant for weights that were trained with softmax attention
 
@@ -169,7 +170,8 @@ class Method:
         """Compute the same numbers from the same samples by kernels; return None where these do not cover the call.
 
         Only called where kernels are loaded for the device and the type of q. With `supports.native_16bit`, q, k and v
-        may be bfloat16 or float16, and the result is in float32 or in their type.
+        may be bfloat16 or float16, and the result is in float32 or in their type. With `supports.native_gqa`, k and v
+        have H_kv heads: head h of q reads head h // call.groups of them.
         """
         return None
 

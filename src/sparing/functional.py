@@ -111,8 +111,10 @@ def attention(
     if torch.compiler.is_compiling() and state is None and (spec := compiled.spec_of(method)) is not None:
         x, weight, bias = value if isinstance(value, Projection) else (value, None, None)
         number = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor((seed + 2**63) % 2**64 - 2**63)
+        given = [t for t in (query, key, x, weight, bias) if t is not None]
+        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         out = compiled.attention(
-            query, key, x, weight, bias, seed=number, seeded=seed is not None, spec=spec, **arguments
+            query, key, x, weight, bias, seed=number, seeded=seed is not None, spec=spec, tracked=tracked, **arguments
         )
     else:
         out = compute(query, key, value, method, seed=seed, state=state, **arguments)
@@ -279,10 +281,7 @@ def _convert(
 def _by_head(
     chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call, shape: tuple[int, ...]
 ) -> Tensor:
-    """Run the method on key heads that are repeated to the query heads. shape: the shape of the output."""
-    if call.groups > 1:
-        k = k.repeat_interleave(call.groups, dim=1)
-        v = v if isinstance(v, Projection) else v.repeat_interleave(call.groups, dim=1)
+    """Run the method, and check what it returns. shape: the shape of the output."""
     out = _dispatch(chosen, q, k, v, call)
     if out.shape != shape:
         raise RuntimeError(f"{chosen}: the method returned {list(out.shape)} for a call that needs {list(shape)}")
@@ -313,12 +312,16 @@ def _merge_wide(out: Tensor, wide: Wide, call: Call, chosen: Method) -> Tensor:
 def _dispatch(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor:
     """Run kernels where they cover the call, else plain PyTorch; the specification if asked for."""
     if call.impl == "reference":
-        return _by_sequence(chosen.reference, q, k, v, call)
+        return _by_sequence(chosen.reference, q, *_repeated(k, v, call.groups), call)
     own = native.ready(q, half=True) and _native_is_current(type(chosen))
+    if not chosen.supports.native_gqa:
+        k, v = _repeated(k, v, call.groups)
     out = chosen.native(q, k, v, call) if own else None  # type: ignore[arg-type]
     if out is None and call.impl == "native":
         raise Unsupported(f"impl='native': {_why_not_native(chosen, q)}; use impl='auto'")
     if out is None:
+        if chosen.supports.native_gqa:
+            k, v = _repeated(k, v, call.groups)
         q, k, v = _convert(q, k, v, wide_type(q))
         return _by_sequence(chosen.fast, q, k, v, call)
     return out
@@ -339,6 +342,14 @@ def _by_sequence(
         notes.append(alone.statistics or {})
     call.note(**join_notes(notes, [end - start for start, end in pairwise(offsets)]))
     return torch.cat(outputs, dim=2)
+
+
+def _repeated(k: Tensor, v: Tensor | Projection, groups: int) -> tuple[Tensor, Tensor | Projection]:
+    """Return keys and values with their heads repeated to the query heads."""
+    if groups == 1:
+        return k, v
+    repeated = k.repeat_interleave(groups, dim=1)
+    return repeated, v if isinstance(v, Projection) else v.repeat_interleave(groups, dim=1)
 
 
 def _native_is_current(cls: type[Method]) -> bool:

@@ -263,7 +263,8 @@ BAD_CALLS = {
     "scale type": (lambda q, k, v: attention(q, k, v, scale="1"), TypeError, ["scale='1'"]),
     "seed": (lambda q, k, v: attention(q, k, v, seed=1.5), TypeError, ["seed=1.5", "integer"]),
     "impl": (lambda q, k, v: attention(q, k, v, impl="fast"), ValueError, ["impl='fast'", "'reference'"]),
-    "native": (lambda q, k, v: attention(q, k, v, impl="native"), Unsupported, ["native", "impl='auto'"]),
+    "native": (
+        lambda q, k, v: attention(q, k, v, dropout_p=0.5, impl="native"), Unsupported, ["native", "impl='auto'"]),
     "streams": (lambda q, k, v: attention(q, k, v, streams=[1]), ValueError, ["streams=[1]", "(4)"]),
     "query mask": (lambda q, k, v: attention(q, k, v, query_mask=torch.ones(2, 9)), TypeError, ["query_mask", "boolean"]),
     "query mask shape": (

@@ -71,7 +71,7 @@ def test_refusals_reach_the_caller():
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_opcheck(needs_grad):
     q, k, v = (x.requires_grad_(needs_grad) for x in torch.randn(3, 1, 2, 9, 16).unbind(0))
-    settings = (True, 0.0, False, None, False, "yoso(hashes=2)", "auto", None)
+    settings = (True, 0.0, False, None, False, "yoso(hashes=2)", "auto", None, needs_grad)
     torch.library.opcheck(
         torch.ops.sparing.attention.default, (q, k, v, None, None, None, None, None, torch.tensor(3), *settings)
     )

@@ -18,6 +18,7 @@ pytestmark = needs_kernels
 
 SHORT = (torch.bfloat16, torch.float16)
 SPECS = (
+    "exact",
     "window(size=16)",
     "window(size=6, sinks=3)",
     "window(size=10, sinks=1, global_tokens=2)",
@@ -34,6 +35,7 @@ SPECS = (
     "yoso(hashes=8, hash=gaussian, normalize=sum)",
 )
 LONG = (
+    "exact",
     "window(size=128)",
     "nystrom(landmarks=32)",
     "kernel(kind=elu)",

@@ -29,8 +29,6 @@ WITHOUT = {  # settings of methods with kernels that run on PyTorch
     "kernel(kind=gaussian)",
     "kernel(kind=gaussian, normalize=length)",
     "kernelized",
-    "key_clusters(keys=200)",  # a budget of all keys is exact attention, by torch's own kernels
-    "multipole(tolerance=0.0)",
 }
 BITS = [Row(f"yoso(hashes=3, bits={bits}, hash={kind})") for bits in range(1, 17) for kind in ("hadamard", "gaussian")]
 

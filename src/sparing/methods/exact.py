@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,15 @@ from sparing.call import Call
 from sparing.contract import Cost, Method, Shape, Supports
 from sparing.draws import fold
 from sparing.maths import dense
+from sparing.maths.by_kernel import ByKernel
+from sparing.native.attend import attend
+from sparing.native.library import instruction_set_in_use
+
+#: By instruction set: the fewest queries for which our kernel is faster than torch's, in plain calls, and in those with
+#: key padding, shared key heads or 16 bits, for which torch needs a mask or a copy. It computes up to 32 queries in one
+#: pass, so that few of them waste it. Sizes of heads, numbers of keys and causality change the ratio, but not who wins.
+#: Measured in docs/kernels.md; instruction sets that are not listed lose.
+_LEAST_QUERIES: dict[str | None, tuple[float, float]] = {"avx512": (16, 4), "avx2": (16, 8)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +31,9 @@ class Exact(Method):
 
     out_i = sum_j softmax_j(scale q_i.k_j + mask_ij) v_j
 
-    `impl="auto"` runs `scaled_dot_product_attention`, the best exact attention that torch has on the machine.
+    `impl="auto"` runs whichever is faster of torch's `scaled_dot_product_attention` and our own kernel. The kernel also
+    serves what torch has no kernel for: key padding without a mask of n_q x n_k, key heads that query heads share,
+    16 bits without a copy, and the log-sum-exp.
 
     >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
     >>> torch.allclose(sparing.attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
@@ -29,7 +41,10 @@ class Exact(Method):
     """
 
     name = "exact"
-    supports = Supports(causal=True, attn_mask="any", dropout=True, lse=True, packed=True, training_free=True)
+    supports = Supports(
+        causal=True, attn_mask="any", dropout=True, lse=True, packed=True, native_16bit=True, native_gqa=True,
+        training_free=True,
+    )  # fmt: skip
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         weights, lse = dense.softmax(dense.logits(q, k, call))  # (B, H, n_q, n_k)
@@ -55,6 +70,27 @@ class Exact(Method):
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
         return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
+    def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        mask = call.mask
+        if mask.pattern is not None or call.dropout_p > 0:
+            return None
+        if call.impl == "native":
+            if _tracked(q, k, v):  # the specification, which gives the gradient, has as many key heads as query heads
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            return ByKernel.apply(q, k, v, self, call)
+        wanted = call.noted or mask.offsets is not None  # torch has neither
+        if call.tracked or _tracked(q, k, v) or (not wanted and q.shape[2] < _least_queries(q, call)):
+            return None
+        return self.by_kernel(q, k, v, call)
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Compute `reference` by the kernel, without a gradient. k and v may have fewer heads than q."""
+        mask = call.mask
+        offsets = None if mask.offsets is None else torch.tensor(mask.offsets)
+        out, lse = attend(q, k, v, mask.keep, None, call.scale, causal=mask.causal, offsets=offsets)
+        call.note(lse=lse)
+        return out
+
     def full_budget(self, shape: Shape) -> Method:
         return self
 
@@ -65,13 +101,24 @@ class Exact(Method):
         return Cost(work + shape.projection_flops, 4.0 * units * shape.queries, shape.pairs / max(shape.queries, 1))
 
 
+def _least_queries(q: Tensor, call: Call) -> float:
+    """Return the number of queries from which on our kernel is faster than torch's."""
+    plain, other = _LEAST_QUERIES.get(instruction_set_in_use(), (math.inf, math.inf))
+    return plain if call.mask.keep is None and call.groups == 1 and q.dtype.itemsize > 2 else other
+
+
+def _tracked(*tensors: Tensor) -> bool:
+    """Return whether a gradient of one of the tensors may be asked for."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def _needs_plain_gradient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Return whether logits may be so large that the backward pass of torch's fused kernel fails.
 
     It forms weights as exp(logit - lse) from a rounded log-sum-exp: in float32 they are off by 6 % at logits of 1e6,
     and overflow at 1e9. The plain softmax holds all weights in memory, so it is left to calls that need it.
     """
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
+    if not _tracked(q, k, v):
         return False
     longest = [float(torch.linalg.vector_norm(x.detach(), dim=-1).amax()) for x in (q, k)]
     return longest[0] * longest[1] * abs(scale) * torch.finfo(q.dtype).eps > 2**-4

@@ -136,6 +136,11 @@ def info() -> Info:
     return Info(True, _path, now.decode(), available, None)
 
 
+def instruction_set_in_use() -> str | None:
+    """Return the instruction set that kernels run with, None without kernels. Unlike `info`, it costs nothing."""
+    return None if _library is None else str(_library.sparing_isa().decode())
+
+
 @contextmanager
 def instruction_set(name: str) -> Iterator[None]:
     """Run the kernels with another instruction set; for all threads."""

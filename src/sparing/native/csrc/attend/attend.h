@@ -1,29 +1,30 @@
-// Exact softmax attention over all valid keys (attend in Python). If the keys are few or have a bias, the lanes hold
-// keys (few_keys.h); otherwise they hold queries, and the keys are read in tiles.
+// Exact softmax attention over all valid keys (attend in Python).
 #pragma once
 
 #include "attend/call.h"
 #include "attend/few_keys.h"
+#include "attend/forward.h"
 #include "common/softmax.h"
 #include "common/softmax_driver.h"
 #include "common/tile.h"
 
 namespace sparing::SPARING_ISA {
 
+// Whether the lanes of the backward pass hold keys (few_keys.h); otherwise they hold queries.
 template <class T>
 bool attend_by_keys(const Attend<T>& call) {
-  return call.bias || (call.keys <= kManyQueries && call.keys <= call.queries);
+  return call.bias || (call.keys <= kFewKeys && call.keys <= call.queries);
 }
 
 template <class T>
 int64_t attend_tasks(const Attend<T>& call, bool backward) {
-  if (backward || !attend_by_keys(call)) return softmax_tasks(call, backward);
-  return call.items * call.heads * ((call.queries + kManyQueries - 1) / kManyQueries);
+  return backward ? softmax_tasks(call, true) : call.heads * call.block_count;
 }
 
 template <class T>
 int64_t attend_scratch(const Attend<T>& call, bool backward) {
-  return attend_by_keys(call) ? FewKeys<T>{}.lay_out(call, nullptr, backward) : driver_scratch(call, backward);
+  if (!backward) return attend_forward_scratch(call);
+  return attend_by_keys(call) ? FewKeys<T>{}.lay_out(call, nullptr) : driver_scratch(call, true);
 }
 
 // The tiles of valid keys of a head, for softmax_driver.h.
@@ -46,8 +47,8 @@ struct ValidKeys {
 
 template <class T>
 void attend_forward(const Attend<T>& call, int64_t begin, int64_t end, T* scratch) {
-  if (attend_by_keys(call)) return attend_few_forward(call, begin, end, scratch);
-  softmax_forward(call, begin, end, scratch, ValidKeys<T>{call});
+  for (int64_t task = begin; task < end; ++task)
+    attend_block(call, call.blocks[task % call.block_count], task / call.block_count, scratch);
 }
 
 template <class T>

@@ -1,4 +1,4 @@
-// Attention over few keys: the lanes hold keys. They are transposed once for many queries, whose rows, like
+// The backward pass over few keys: the lanes hold keys. They are transposed once for all queries, whose rows, like
 // those of the output, are then used as they are in memory.
 #pragma once
 
@@ -8,35 +8,32 @@
 #include "common/softmax.h"
 #include "common/sums.h"
 #include "common/tile.h"
-#include "common/widen.h"
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int64_t kManyQueries = 512;  // queries of a task; the keys are packed once for them
-inline constexpr int64_t kScores = 8192;      // scores of a block of queries
+inline constexpr int64_t kFewKeys = 512;  // most keys
+inline constexpr int64_t kScores = 8192;  // scores of a block of queries
 
 template <class T>
 struct FewKeys {
   int64_t count, columns, deep, wide;  // valid keys, and the widths of padded rows of keys, of queries and of values
   int64_t rows;                        // queries of a block
-  T* key_panels;                       // [depth][columns] transposed and scaled
-  T* value_panels;                     // [count][wide]
+  T* key_panels;                       // [depth][columns] transposed
   T* bias;                             // [columns], -inf beyond the keys
   T* scores;                           // [rows][columns]
   T* sums;                             // [rows][the larger of wide and deep], then their rests
-  T* room;                             // rows of 16 bits, widened: those of a key and a value, or of a block of queries
-  // backward
-  T* slopes;        // [rows][columns]
-  T* value_turned;  // [width][columns]
-  T* key_rows;      // [count][deep]
-  T* query_rows;    // [rows][deep] in panels
-  T* grad_rows;     // [rows][wide] in panels
-  T* key_grads;     // [count][deep], then their rests
-  T* value_grads;   // [count][wide], then their rests
+  T* scaled;                           // [rows][depth] queries, scaled
+  T* slopes;                           // [rows][columns]
+  T* value_turned;                     // [width][columns]
+  T* key_rows;                         // [count][deep]
+  T* query_rows;                       // [rows][deep] in panels
+  T* grad_rows;                        // [rows][wide] in panels
+  T* key_grads;                        // [count][deep], then their rests
+  T* value_grads;                      // [count][wide], then their rests
 
   // Sets the sizes for at most call.keys keys, points all parts into `memory`, unless it is null, and returns how many
   // entries they take.
-  int64_t lay_out(const Attend<T>& call, T* memory, bool backward) {
+  int64_t lay_out(const Attend<T>& call, T* memory) {
     columns = padded<T>(call.keys), deep = padded<T>(call.depth), wide = padded<T>(call.width);
     rows = kScores / columns;
     rows = rows > kRows ? kRows : rows < 4 * kDeep ? 4 * kDeep : rows / kDeep * kDeep;
@@ -49,118 +46,57 @@ struct FewKeys {
     take(&bias, columns);
     take(&scores, rows * columns);
     take(&sums, 2 * rows * (deep > wide ? deep : wide));
-    const int64_t pair = call.k.room(1, call.depth) + call.v.room(1, call.width), block = call.q.room(rows, call.depth);
-    take(&room, pair > block ? pair : block);
-    if (!backward) {
-      take(&value_panels, call.keys * wide);
-    } else {
-      take(&slopes, rows * columns);
-      take(&value_turned, call.width * columns);
-      take(&key_rows, call.keys * deep);
-      take(&query_rows, rows * deep);
-      take(&grad_rows, rows * wide);
-      take(&key_grads, 2 * call.keys * deep);
-      take(&value_grads, 2 * call.keys * wide);
-    }
+    take(&scaled, rows * call.depth);
+    take(&slopes, rows * columns);
+    take(&value_turned, call.width * columns);
+    take(&key_rows, call.keys * deep);
+    take(&query_rows, rows * deep);
+    take(&grad_rows, rows * wide);
+    take(&key_grads, 2 * call.keys * deep);
+    take(&value_grads, 2 * call.keys * wide);
     return used;
   }
 
   // Packs the valid keys and values of a head into panels.
-  void pack(const Attend<T>& call, int64_t item, int64_t head, bool backward) {
+  void pack(const Attend<T>& call, int64_t item, int64_t head) {
     count = 0;
     for (int64_t j = 0; j < call.keys; ++j) count += call.sees(item, j);
     columns = padded<T>(count);
     for (int64_t c = 0; c < columns; ++c) bias[c] = c < count ? T(0) : kNever<T>;
     for (int64_t j = 0, c = 0; c < count; ++j) {
       if (!call.sees(item, j)) continue;
-      const T* key = row_of(call.k, item, head, j, call.depth, room);
-      const T* value = row_of(call.v, item, head, j, call.width, room + call.k.room(1, call.depth));
+      const T *key = call.k.at(item, head, j), *value = call.v.at(item, head, j);
       if (call.bias) bias[c] = call.bias[item * call.keys + j];
-      pack_column<T>(key, call.scale, c, call.depth, key_panels);
-      if (backward) {
-        pack_column<T>(value, T(1), c, call.width, value_turned);
-        pack_row<T>(key, call.depth, c, count, key_rows);
-      } else {
-        pack_row<T>(value, call.width, c, count, value_panels);
-      }
+      pack_column<T>(key, T(1), c, call.depth, key_panels);
+      pack_column<T>(value, T(1), c, call.width, value_turned);
+      pack_row<T>(key, call.depth, c, count, key_rows);
       ++c;
     }
     for (int64_t c = count; c < columns; ++c) {
       pack_column<T>(nullptr, T(0), c, call.depth, key_panels);
-      if (backward) pack_column<T>(nullptr, T(0), c, call.width, value_turned);
+      pack_column<T>(nullptr, T(0), c, call.width, value_turned);
     }
-  }
-
-  // Returns the queries from `first` on.
-  Strided<T> queries(const Attend<T>& call, int64_t item, int64_t head, int64_t first, int64_t some) {
-    if (call.q.storage == Storage::as_is) return {call.q.at(item, head, first), call.q.token_step, 1};
-    for (int64_t r = 0; r < some; ++r) row_of(call.q, item, head, first + r, call.depth, room + r * call.depth);
-    return {room, call.depth, 1};
   }
 };
-
-// scores = exp(scores + bias - shift) of one row; returns the sum.
-template <class T>
-SPARING_INLINE T weigh(T* scores, const T* bias, int64_t columns, T shift) {
-  return sum<T>(long_sum<Vec<T>>(columns, lanes<T>, [&](int64_t c) {
-    const Vec<T> weight = exponential(load<T>(scores + c) + load<T>(bias + c) - shift);
-    store<T>(scores + c, weight);
-    return weight;
-  }));
-}
-
-template <class T>
-void attend_few_forward(const Attend<T>& call, int64_t begin, int64_t end, T* scratch) {
-  FewKeys<T> few{};
-  few.lay_out(call, scratch, false);
-  const int64_t parts = (call.queries + kManyQueries - 1) / kManyQueries;
-  int64_t packed = -1;
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t unit = task / parts, start = task % parts * kManyQueries;
-    const int64_t item = unit / call.heads, head = unit % call.heads;
-    const int64_t stop = start + kManyQueries < call.queries ? start + kManyQueries : call.queries;
-    if (packed != unit) few.pack(call, item, head, false), packed = unit;
-    for (int64_t first = start; first < stop; first += few.rows) {
-      const int64_t rows = stop - first < few.rows ? stop - first : few.rows;
-      product<T>(few.queries(call, item, head, first, rows), rows, call.depth, in_panels(few.key_panels, call.depth),
-                 few.columns, few.scores, few.columns);
-      T tops[kRows], totals[kRows];
-      for (int64_t r = 0; r < rows; ++r) {
-        T* scores = few.scores + r * few.columns;
-        Vec<T> top = all(kNever<T>);
-        for (int64_t c = 0; c < few.columns; c += lanes<T>)
-          top = larger<T>(top, load<T>(scores + c) + load<T>(few.bias + c));
-        tops[r] = largest<T>(top);
-        totals[r] = few.count ? weigh(scores, few.bias, few.columns, tops[r]) : T(0);
-      }
-      long_product<T>({few.scores, few.columns, 1}, rows, few.count, in_panels(few.value_panels, few.count), few.wide,
-                      few.sums, few.wide, few.rows * few.wide);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t row = unit * call.queries + first + r;
-        T* out = call.out + row * call.width;
-        const T inverse = inverse_of(totals[r]);
-        for (int64_t e = 0; e < call.width; ++e) out[e] = few.sums[r * few.wide + e] * inverse;
-        call.lse[row] = log_sum_exp(tops[r], totals[r]);
-        call.norm.top[row] = tops[r], call.norm.total[row] = totals[r];
-      }
-    }
-  }
-}
 
 template <class T>
 void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* scratch) {
   FewKeys<T> few{};
-  few.lay_out(call, scratch, true);
+  few.lay_out(call, scratch);
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t item = unit / call.heads, head = unit % call.heads;
-    few.pack(call, item, head, true);
+    few.pack(call, item, head);
     clear(few.key_grads, 2 * few.count * few.deep);
     clear(few.value_grads, 2 * few.count * few.wide);
     for (int64_t first = 0; first < call.queries; first += few.rows) {
       const int64_t rows = call.queries - first < few.rows ? call.queries - first : few.rows;
       const int64_t at = unit * call.queries + first;
       const T *queries = call.q.at(item, head, first), *grads = call.grad.at(item, head, first);
-      product<T>({queries, call.q.token_step, 1}, rows, call.depth, in_panels(few.key_panels, call.depth), few.columns,
+      // Scores are rounded as in the forward pass, which scales queries as well: weights are exp(score - largest).
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t k = 0; k < call.depth; ++k)
+          few.scaled[r * call.depth + k] = call.scale * queries[r * call.q.token_step + k];
+      product<T>({few.scaled, call.depth, 1}, rows, call.depth, in_panels(few.key_panels, call.depth), few.columns,
                  few.scores, few.columns);
       product<T>({grads, call.grad.token_step, 1}, rows, call.width, in_panels(few.value_turned, call.width),
                  few.columns, few.slopes, few.columns);
@@ -168,12 +104,11 @@ void attend_few_backward(const Attend<T>& call, int64_t begin, int64_t end, T* s
         pack_row<T>(queries + r * call.q.token_step, call.depth, r, rows, few.query_rows);
         pack_row<T>(grads + r * call.grad.token_step, call.width, r, rows, few.grad_rows);
         T *scores = few.scores + r * few.columns, *slopes = few.slopes + r * few.columns;
-        if (few.count) weigh(scores, few.bias, few.columns, call.norm.top[at + r]);
-        const T inverse = inverse_of(call.norm.total[at + r]);
+        const T inverse = inverse_of(call.norm.total[at + r]), top = few.count ? call.norm.top[at + r] : T(0);
         // The weighted mean of the weights' gradients. Where one key has all the weight, its slope becomes exactly
         // zero.
         const Vec<T> mean = long_sum<Vec<T>>(few.columns, lanes<T>, [&](int64_t c) {
-          const Vec<T> weight = load<T>(scores + c) * inverse;
+          const Vec<T> weight = exponential(load<T>(scores + c) + load<T>(few.bias + c) - top) * inverse;
           store<T>(scores + c, weight);
           return weight * load<T>(slopes + c);
         });

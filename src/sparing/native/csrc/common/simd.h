@@ -61,6 +61,18 @@ SPARING_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
+// Returns a product that is rounded before it is added to anything. Compilers otherwise choose, for each copy of a loop
+// that they make, whether a multiply-add takes it as it is, and equal numbers in other lanes give other bits.
+template <class V>
+SPARING_INLINE V rounded(V x) {
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(x);
+#else
+  asm("" : "+m"(x));
+  return x;
+#endif
+}
+
 template <class T>
 SPARING_INLINE T sum(Vec<T> x) {
   T total = 0;
@@ -171,6 +183,26 @@ SPARING_INLINE Vec<float> exponential_below(Vec<float> x) {
   constexpr float round = 12582912.0f;  // as in exponential()
   const Vec<float> shifted = x * 1.44269504088896341f + round;
   const Vec<float> n = shifted - round;
+#if defined(SPARING_AVX512) || defined(SPARING_AVX2)
+  // 2^(n + r): with multiply-adds, the product that n is subtracted from is not rounded.
+  const Vec<float> r = x * 1.92596303e-8f + (x * 1.44269502f - n);
+  Vec<float> p = all(1.5353362e-4f);
+  p = p * r + 1.33988745e-3f;
+  p = p * r + 9.61843736e-3f;
+  p = p * r + 5.55033247e-2f;
+  p = p * r + 2.40226479e-1f;
+  p = p * r + 6.93147203e-1f;
+  p = p * r + 1.0f;
+#if defined(SPARING_AVX512)
+  const __mmask16 normal = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.336540f), _CMP_GE_OQ);
+  return reinterpret_cast<Vec<float>>(
+      _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+#else
+  const Vec<float> scaled = reinterpret_cast<Vec<float>>(reinterpret_cast<Vec<uint32_t>>(p) +
+                                                         (reinterpret_cast<Vec<uint32_t>>(shifted) << 23));
+  return x < -87.336540f ? Vec<float>{} : scaled;
+#endif
+#else
   const Vec<float> r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
   Vec<float> p = all(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -181,9 +213,37 @@ SPARING_INLINE Vec<float> exponential_below(Vec<float> x) {
   p = p * (r * r) + r + 1.0f;
   const Vec<uint32_t> power = (reinterpret_cast<Vec<uint32_t>>(shifted) << 23) + (127u << 23);
   return x < -87.336540f ? Vec<float>{} : p * reinterpret_cast<Vec<float>>(power);
+#endif
 }
 
 SPARING_INLINE Vec<double> exponential_below(Vec<double> x) { return exponential(x); }
+
+// log of positive normal numbers, to about one unit in the last place
+SPARING_INLINE Vec<float> logarithm(Vec<float> x) {
+  // x = 2^e (1 + m) with 1 + m from sqrt(1/2) to sqrt(2): subtracting the bits of sqrt(1/2) leaves e above the
+  // mantissa.
+  constexpr int32_t half_root = 0x3f3504f3, mantissa = 0x007fffff;
+  const IntVec<float> bits = reinterpret_cast<IntVec<float>>(x) - half_root;
+  const Vec<float> e = __builtin_convertvector(bits >> 23, Vec<float>);
+  const Vec<float> m = reinterpret_cast<Vec<float>>((bits & mantissa) + half_root) - 1.0f, square = m * m;
+  Vec<float> p = all(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  p = rounded(p * m * square) - e * 2.12194440e-4f;
+  p = p - 0.5f * square;
+  return m + p + e * 0.693359375f;
+}
+
+SPARING_INLINE Vec<double> logarithm(Vec<double> x) {
+  for (int i = 0; i < lanes<double>; ++i) x[i] = __builtin_log(x[i]);
+  return x;
+}
 
 #if defined(__clang__)
 template <int...>

@@ -9,10 +9,10 @@
 
 namespace sparing {
 
-// Sets sizes, scale and inputs.
+// Sets sizes, scale and inputs. grouped: query heads may share the heads of k and v.
 template <class T>
 void read_inputs(SoftmaxCall<T>& call, const Tensor& q, const Tensor& k, const Tensor& v,
-                 const std::optional<Tensor>& keep, double scale) {
+                 const std::optional<Tensor>& keep, double scale, bool grouped = false) {
   STD_TORCH_CHECK(q.dim() == 4, "q must have 4 axes");
   STD_TORCH_CHECK(k.dim() == 4, "k must have 4 axes");
   STD_TORCH_CHECK(v.dim() == 4, "v must have 4 axes");
@@ -20,8 +20,12 @@ void read_inputs(SoftmaxCall<T>& call, const Tensor& q, const Tensor& k, const T
   call.keys = k.size(2), call.width = v.size(3);
   call.scale = T(scale);
   call.q = stored<T>("q", q, call.items, call.heads, call.queries, call.depth);
-  call.k = stored<T>("k", k, call.items, call.heads, call.keys, call.depth);
-  call.v = stored<T>("v", v, call.items, call.heads, call.keys, call.width);
+  const int64_t kv_heads = grouped ? k.size(1) : call.heads;
+  STD_TORCH_CHECK(kv_heads == call.heads || (kv_heads > 0 && call.heads % kv_heads == 0),
+                  "k has a number of heads that does not divide that of q");
+  call.groups = kv_heads ? call.heads / kv_heads : 1;
+  call.k = stored<T>("k", k, call.items, kv_heads, call.keys, call.depth);
+  call.v = stored<T>("v", v, call.items, kv_heads, call.keys, call.width);
   call.keep = mask("keep", keep, call.items, call.keys);
 }
 
