@@ -1,16 +1,22 @@
 """`sparing bench --padded`: batches of mixed length, padded and without padding, in both orders."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+import sparing
 from sparing.cli.main import main
 from sparing.report.padded import show
 from sparing.report.terminal import Terminal
 from sparing.transformers import packing
 from sparing.workbench.benchmark import padded
 from sparing.workbench.benchmark.padded import PACKED, PADDED, PaddedBench, drawn_rows, padded_bench
+from sparing.workbench.comparison.seconds import PaddingSeconds
+from sparing.workbench.comparison.summary import padding_sentence
+from sparing.workbench.comparison.verdict import Comparison
+from sparing.workbench.timing import Interval
 from tests.support.small_models import saved, subject
 
 ROWS = [torch.arange(3, 3 + n) % 90 + 3 for n in (40, 3, 12, 25, 7, 30)]
@@ -91,3 +97,30 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match="is a language model; encoders embed batches of texts"):
         padded_bench(subject("llama"), ROWS, "rows", batch_size=2)
+
+
+def test_a_comparison_says_what_padding_costs(tmp_path):
+    texts = ["many words " * 20, "few", "some words " * 3]
+    options = {"methods": ["window(size=4)"], "length": 200, "rounds": 2, "jobs": 1, "lengths": False}
+    found = sparing.compare(subject(), texts, **options, cache=tmp_path, progress=False)
+    assert found.unpadded is not None
+    assert found.unpadded.speed.median > 0
+    assert Comparison.from_json(found.to_json()) == found
+    again = sparing.compare(subject(), texts, **options, cache=tmp_path, progress=False)
+    assert again.unpadded == found.unpadded, "kept"
+    alone = sparing.compare(subject(), texts, **options, batch_size=1, progress=False)
+    assert alone.unpadded is None, "no batch, no padding"
+    assert (
+        sparing.compare(subject("nystromformer"), texts, **{**options, "length": 100}, progress=False).unpadded is None
+    )
+
+
+def test_what_padding_costs_is_said_where_it_is_sure():
+    sure = PaddingSeconds(Interval(1.5, 1.4, 1.6))
+    assert padding_sentence(sure, 4, 0.38) == (
+        "A batch of 4 (38% padding) is 1.50x as fast without its padding, with the same outputs: "
+        'sparing.approximate(model, "exact", padding="remove").'
+    )
+    assert padding_sentence(replace(sure, disturbed="others"), 4, 0.38) == ""
+    assert padding_sentence(PaddingSeconds(Interval(1.1, 0.9, 1.2)), 4, 0.38) == ""
+    assert padding_sentence(None, 4, 0.0) == ""

@@ -30,7 +30,7 @@ from sparing.workbench.comparison.judgement import FASTER, KEPT, SLOWER, UNKNOWN
 from sparing.workbench.comparison.ladder import generation_ladder, ladder
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.rows import row_of, with_facts
-from sparing.workbench.comparison.summary import summary
+from sparing.workbench.comparison.summary import padding_sentence, summary
 from sparing.workbench.comparison.sweep import Sweep
 from sparing.workbench.comparison.verdict import Comparison, Row
 from sparing.workbench.machine import machine
@@ -145,7 +145,7 @@ def compare(
     table: tuple[Row, ...] = ()
     drawn: tuple[HeadMap, ...] = ()
     generated: tuple[GenerationRow, ...] = ()
-    padding, words = 0.0, []
+    padding, unpadded, words = 0.0, None, []
     with reporting(progress) as tell, evaluating(subject.model):
         if lengths_of and generating and named:
             generated = Generations(
@@ -161,7 +161,7 @@ def compare(
             times = sweep.seconds()
             points = sweep.points() if lengths else {}
             drawn = sweep.maps(found, head)
-            padding = sweep.padding
+            padding, unpadded = sweep.padding, sweep.padding_seconds()
             table = tuple(
                 row_of(
                     spec, found[spec], times[spec], subject.kind, tolerance, chosen, given.labels, points.get(spec, ())
@@ -172,10 +172,11 @@ def compare(
                 share = tolerance if metric == "needle" else None
                 table = _with_facts(table, subject, store, here, given.tokens, cases, share, tell)
             words.append(summary(table, len(given.rows), given.tokens, tolerance, chosen.words))
+            words.append(padding_sentence(unpadded, together, padding))
     return Comparison(
         subject.name, subject.kind, given.data, len(given.rows), given.tokens, given.longer, given.skipped,
-        chosen.words, tolerance, seeds, here, together, padding, table, " ".join(words), drawn, generated,
-        subject.dtype, causal and metric is None, given.notes if table else (),
+        chosen.words, tolerance, seeds, here, together, padding, table, " ".join(filter(None, words)), drawn, generated,
+        subject.dtype, causal and metric is None, given.notes if table else (), unpadded,
     )  # fmt: skip
 
 

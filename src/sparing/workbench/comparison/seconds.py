@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.models import Subject
+from sparing.transformers.handle import approximate
 from sparing.transformers.watch import approximate_prompts, record_calls
 from sparing.workbench.calls import exact_side, method_side, samples_values
 from sparing.workbench.memory import peak_extra_bytes
@@ -66,13 +68,41 @@ def seconds(
     return Seconds(found, _ratios(slow, fast), interval(slow).median, taken, exact_bytes, batched, disturbed)
 
 
+@dataclass(frozen=True)
+class PaddingSeconds:
+    """What the padding of a batch costs: a speed ratio of the exact model."""
+
+    speed: Interval  #: time of the padded batch / time without padding
+    disturbed: str = ""  #: by what, if the times say nothing
+
+
+@torch.no_grad()
+def padding_seconds(subject: Subject, batch: Sequence[Tensor], *, rounds: int = 5) -> PaddingSeconds:
+    """Time a batch with exact attention, padded and without padding in turn; raise where padding cannot be removed."""
+
+    def measure() -> tuple[list[float], list[float]]:
+        return _race(
+            lambda: subject.run_batch(batch), lambda: approximate(subject.model, "exact", padding="remove"), rounds
+        )
+
+    (slow, fast), disturbed = undisturbed(measure, lambda parts: parts[0])
+    return PaddingSeconds(_ratios(slow, fast), disturbed)
+
+
 def _in_turn(
     subject: Subject, run: Callable[[], object], method: Method, seed: int, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Return seconds of the exact and of the approximated model, round by round, in alternating order."""
+    return _race(run, lambda: approximate_prompts(subject.model, method, seed=seed), rounds)
+
+
+def _race(
+    run: Callable[[], object], changed: Callable[[], AbstractContextManager[object]], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Return seconds of a run, and of it while a model is changed, round by round, in alternating order."""
 
     def approximated() -> float:
-        with approximate_prompts(subject.model, method, seed=seed):
+        with changed():
             return _alone(run)
 
     slow: list[float] = []

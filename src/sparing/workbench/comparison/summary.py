@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sparing.contract import method as _method
 from sparing.workbench.comparison.headline import fastest
 from sparing.workbench.comparison.judgement import SLOWER, UNKNOWN, UNSAFE, UNTIMED, is_faster
+from sparing.workbench.comparison.seconds import PaddingSeconds
 from sparing.workbench.comparison.verdict import Row
 
 
@@ -53,6 +54,16 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
         return f"{on} keep exact attention: no setting is known to stay {within}{slower}. {best.method}: {best.reason}."
     kept = " and keeps the facts of its context" if any(row.facts is not None for row in tried) else ""
     return f"{on} keep exact attention: no setting stays {within}{kept}."
+
+
+def padding_sentence(found: PaddingSeconds | None, batch: int, padding: float) -> str:
+    """Say what a batch gains without padding; "" where it gains nothing."""
+    if found is None or not is_faster(found.speed, found.disturbed):
+        return ""
+    return (
+        f"A batch of {batch} ({padding:.0%} padding) is {found.speed.median:.2f}x as fast without its padding, with "
+        'the same outputs: sparing.approximate(model, "exact", padding="remove").'
+    )
 
 
 def _stay(count: int, tried: int) -> str:

@@ -20,7 +20,7 @@ from sparing.workbench.cells import is_refusal, measured
 from sparing.workbench.comparison.maps import HeadMap, can_draw, maps
 from sparing.workbench.comparison.quality import Quality, quality
 from sparing.workbench.comparison.races import LENGTHS, PATIENCE, RacePoint, race_at
-from sparing.workbench.comparison.seconds import Seconds, seconds
+from sparing.workbench.comparison.seconds import PaddingSeconds, Seconds, padding_seconds, seconds
 from sparing.workbench.prepare import ModelSource, Prepared, fetched
 from sparing.workbench.timing import Interval, threads
 
@@ -116,6 +116,22 @@ class Sweep:
                 return {"refused": str(error)}
         return asdict(found)
 
+    def padding_seconds(self) -> PaddingSeconds | None:
+        """Return what the padding of the batch costs; None if there is none, or it cannot be removed."""
+        if not self.padding or self.given.subject.kind == "language model":
+            return None
+        cell = {"what": "padding", **self.of, "machine": self.here, "rounds": self.rounds, "batch": len(self.batch)}
+        (part,) = measured([cell], self._padding, self.store, check=_check_padding, keep=_is_kept)
+        return None if is_refusal(part) else build(PaddingSeconds, part)
+
+    def _padding(self, cell: Cell) -> dict[str, Any]:
+        with threads(self.here["threads"]):
+            try:
+                found = padding_seconds(self.given.subject, self.batch, rounds=min(self.rounds, 3))
+            except Unsupported as error:
+                return {"refused": str(error)}
+        return asdict(found)
+
     def points(self) -> dict[str, tuple[RacePoint, ...]]:
         """Race the middle layer's calls at growing lengths, until a round takes too long."""
         racers = [spec for spec in self.specs if not _method(spec).oracle and _method(spec).name != "exact"]
@@ -185,6 +201,11 @@ def _check_quality(cell: Cell, result: Any) -> None:
 def _check_seconds(cell: Cell, result: Any) -> None:
     if not is_refusal(result):
         build(Seconds, result)
+
+
+def _check_padding(cell: Cell, result: Any) -> None:
+    if not is_refusal(result):
+        build(PaddingSeconds, result)
 
 
 def _is_kept(result: Any) -> bool:

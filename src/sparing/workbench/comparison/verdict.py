@@ -22,7 +22,7 @@ from sparing.workbench.comparison.judgement import (
 from sparing.workbench.comparison.maps import HeadMap
 from sparing.workbench.comparison.quality import LayerError
 from sparing.workbench.comparison.races import RacePoint
-from sparing.workbench.comparison.seconds import Seconds
+from sparing.workbench.comparison.seconds import PaddingSeconds, Seconds
 from sparing.workbench.estimate import Estimate
 from sparing.workbench.pages import page_of
 from sparing.workbench.timing import Interval
@@ -95,7 +95,8 @@ class Comparison:
     generation: tuple[GenerationRow, ...] = ()  #: of a language model, at each context
     dtype: str = "float32"  #: of the model's weights
     needs_facts: bool = False  #: whether what is safe must also keep facts of its context
-    notes: tuple[str, ...] = ()  #: about the documents
+    notes: tuple[str, ...] = ()  #: about the model and the documents
+    unpadded: PaddingSeconds | None = None  #: what the padding of the batch costs an encoder
 
     @property
     def headline(self) -> str:
