@@ -80,12 +80,13 @@ STAGES = ("opened", "half", "written", "renamed")
 def fixed_clock() -> None:
     """Replace what takes times by what returns the same times for every run."""
     from sparing.workbench.comparison import sweep
-    from sparing.workbench.comparison.seconds import Seconds
+    from sparing.workbench.comparison.seconds import PaddingSeconds, Seconds
     from sparing.workbench.planning import clock
     from sparing.workbench.timing import Interval
 
     same = Interval(2.0, 2.0, 2.0)
     sweep.seconds = lambda *args, **options: Seconds(same, same, 0.05, 1000, 2000, same)
+    sweep.padding_seconds = lambda *args, **options: PaddingSeconds(same)
     sweep.race_at = lambda seen, racers, length: ({spec: list(same) for spec in racers}, 0.01, "")
     clock.call_gains = lambda subject, ids, specs, objective: dict.fromkeys(specs, same)
     clock.model_gain = lambda *args: same

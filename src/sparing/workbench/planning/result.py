@@ -22,11 +22,11 @@ def plain_percent(share: float) -> str:
     """Format a share without decimals that say nothing.
 
     >>> plain_percent(0.95), plain_percent(0.975), plain_percent(0.0001)
-    ('95%', '97.50%', '0.01%')
+    ('95%', '97.5%', '0.01%')
     """
     if not math.isfinite(share):
         return str(share)
-    return f"{100 * share:.0f}%" if round(100 * share, 2) == round(100 * share) else f"{100 * share:.2f}%"
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 @dataclass(frozen=True)
