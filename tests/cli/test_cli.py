@@ -164,7 +164,10 @@ def test_a_recipe_is_shown(capsys, tmp_path):
     [
         (None, "no file"),
         ("{", "is not JSON"),
-        ("{}", "not of a kind that sparing show opens: comparison, plan, benchmark, benchmark of padded batches, recipe"),
+        (
+            "{}",
+            "not of a kind that sparing show opens: comparison, plan, benchmark, benchmark of padded batches, recipe",
+        ),
         ("[]", "JSON object"),
         ('{"format": 99, "version": 99, "layers": {}}', "not known"),
         ("[" * 100_000, "nested more than 64 levels deep"),
