@@ -1,4 +1,7 @@
-"""Models of sentence-transformers: the same embeddings without padding, measured with their own pooling."""
+"""Models of sentence-transformers: the same embeddings without padding, measured with their own pooling.
+
+Beside the tests of transformers, of which the oldest runs too: sentence-transformers is promised on the newest alone.
+"""
 
 import importlib.util
 
