@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from sparing.contract import method as _method
 from sparing.layout import Layout, four_dimensional
 from sparing.native.tensors import wide_type
 from sparing.notebook import block, table
-from sparing.packed import cut_sequence, four_dimensional_pack, join_notes, read_offsets
+from sparing.packed import each_sequence, four_dimensional_pack, read_offsets
 from sparing.quarantine import Wide, quarantine
 
 #: Parts of torch's messages for a lack of memory, and for a tensor whose number of bytes exceeds 64 bits.
@@ -204,29 +203,17 @@ def compute(
         masks = {name: arguments.get(name) for name in ("attn_mask", "query_mask")}
         offsets = read_offsets(cu_seqlens, query, key, **masks)
         if not chosen.supports.packed:
-            return _each_sequence(query, key, value, chosen, offsets, **arguments)
+            notes = arguments.pop("statistics", None)
+            return each_sequence(
+                lambda q, k, v, noted: compute(q, k, v, chosen, statistics=noted, **arguments),
+                offsets, query, key, value, notes,
+            )  # fmt: skip
         arguments["offsets"] = offsets
     with memory_errors_named(chosen, query=query, key=key):
         call = check_call(query, key, value, chosen, **arguments)
         # Methods compute in float32 or float64; autocast around the call would undo that.
         with torch.autocast(query.device.type, enabled=False):
             return _run(query, key, value, chosen, call).to(query.dtype)
-
-
-def _each_sequence(
-    query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, offsets: Sequence[int],
-    statistics: dict[str, Tensor] | None = None, **arguments: Any,
-) -> Tensor:  # fmt: skip
-    """Run a call for each packed sequence."""
-    outputs, notes = [], []
-    for start, end in pairwise(offsets):
-        q, k, v = (cut_sequence(x, start, end) for x in (query, key, value))
-        noted: dict[str, Tensor] | None = None if statistics is None else {}
-        outputs.append(compute(q, k, v, chosen, statistics=noted, **arguments))  # type: ignore[arg-type]
-        notes.append(noted or {})
-    if statistics is not None:
-        statistics.update(join_notes(notes, [end - start for start, end in pairwise(offsets)]))
-    return torch.cat(outputs, dim=2)
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor | Projection, chosen: Method, call: Call) -> Tensor:
@@ -331,17 +318,13 @@ def _by_sequence(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor | Projection, call: Call
 ) -> Tensor:  # v is a Projection only where the method asked for one
     """Run `reference` or `fast` of a method, which know no packs, on each packed sequence."""
-    offsets = call.mask.offsets
-    if offsets is None:
+    if call.mask.offsets is None:
         return run(q, k, v, call)
-    outputs, notes = [], []
-    for start, end in pairwise(offsets):
-        parts = (cut_sequence(x, start, end) for x in (q, k, v))
-        alone = replace(call.with_mask(offsets=None), statistics=None if call.statistics is None else {})
-        outputs.append(run(*parts, alone))
-        notes.append(alone.statistics or {})
-    call.note(**join_notes(notes, [end - start for start, end in pairwise(offsets)]))
-    return torch.cat(outputs, dim=2)
+    alone = call.with_mask(offsets=None)
+    return each_sequence(
+        lambda q, k, v, noted: run(q, k, v, replace(alone, statistics=noted)), call.mask.offsets, q, k, v,
+        call.statistics,
+    )  # fmt: skip
 
 
 def _repeated(k: Tensor, v: Tensor | Projection, groups: int) -> tuple[Tensor, Tensor | Projection]:

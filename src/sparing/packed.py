@@ -6,7 +6,7 @@ that of one call per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -80,7 +80,25 @@ def cut_sequence(value: Tensor | Projection, start: int, end: int) -> Tensor | P
     return value[:, :, start:end]
 
 
-def join_notes(parts: Sequence[dict[str, Tensor]], lengths: Sequence[int]) -> dict[str, Tensor]:
+def each_sequence(
+    run: Callable[..., Tensor], offsets: Sequence[int], query: Tensor, key: Tensor, value: Tensor | Projection,
+    statistics: dict[str, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Call run(query, key, value, statistics) for each packed sequence; return [1, H, total, e], and fill `statistics`.
+
+    statistics: None if nobody wants them.
+    """
+    outputs, notes = [], []
+    for start, end in pairwise(offsets):
+        noted: dict[str, Tensor] | None = None if statistics is None else {}
+        outputs.append(run(*(cut_sequence(x, start, end) for x in (query, key, value)), noted))
+        notes.append(noted or {})
+    if statistics is not None:
+        statistics.update(_join_notes(notes, [end - start for start, end in pairwise(offsets)]))
+    return torch.cat(outputs, dim=2)
+
+
+def _join_notes(parts: Sequence[dict[str, Tensor]], lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return the statistics of all sequences that have an entry for each row, (1, heads, total, ...); no others."""
     found = {}
     for name in parts[0]:

@@ -14,6 +14,7 @@ import sparing
 from sparing import Unsupported
 from sparing.transformers.find import find
 from sparing.transformers.packing import ENCODERS, is_packing
+from sparing.transformers.runtime.function import attention_function
 from tests.support.model_zoo import CONFIGS, SMALL, TOKENS
 
 #: Each encoder with a head, so that poolers and heads run on padded outputs as ever.
@@ -121,7 +122,9 @@ def test_however_the_model_is_called():
     assert [tuple(shape) for shape in seen] == [(1, 24, 64)] * 3 + [(1, 20, 64), (3, 20, 64)]
 
 
-@pytest.mark.parametrize("spec", ["window(size=4)", "nystrom(landmarks=4)", "key_clusters(keys=8)"])
+@pytest.mark.parametrize(
+    "spec", ["window(size=4)", "nystrom(landmarks=4)", "key_clusters(keys=8)", "monte_carlo(alpha=0.5)"]
+)
 @torch.no_grad()
 def test_methods_run_on_each_text_alone(spec):
     model, lengths = model_of("BertModel", head=False), [20, 3, 13]
@@ -259,6 +262,39 @@ def test_packs_that_the_user_passes_are_texts_of_their_own(spec, marked):
         for part, text in zip(found, texts, strict=True):
             alone = model(torch.tensor([text["input_ids"]]), use_cache=False).logits[0]
             assert torch.allclose(part, alone, atol=1e-4)
+
+
+@torch.no_grad()
+def test_packs_are_not_lost_where_they_cannot_be_read(monkeypatch):
+    """A graph does not read offsets, and one bias of all positions is not that of each sequence: both are refused."""
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    flash = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 7, "max_length_k": 7}
+    kind, config = CONFIGS["llama"]
+    model = getattr(transformers, kind)(config()).eval()
+    query = torch.randn(1, 4, 12, 16)
+    for spec in ("window(size=4)", "exact"):
+        with sparing.approximate(model, spec):
+            layer = find(model)[0].module
+            with pytest.raises(Unsupported, match="packed sequences have no common position bias"):
+                attention_function(layer, query, query, query, None, position_bias=torch.zeros(1, 4, 12, 12), **flash)
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.compiler, "is_compiling", lambda: True)
+                with pytest.raises(Unsupported, match="the model passes cu_seq_lens_q"):
+                    attention_function(layer, query, query, query, None, **flash)
+
+
+@torch.no_grad()
+def test_a_mask_that_was_read_is_read_again_for_other_offsets():
+    kind, config = CONFIGS["llama"]
+    model = getattr(transformers, kind)(config()).eval()
+    query, numbers = torch.randn(1, 4, 12, 16), torch.arange(12) >= 5
+    mask = (numbers[:, None] == numbers).tril()[None, None]
+    right, wrong = (torch.tensor(each, dtype=torch.int32) for each in ([0, 5, 12], [0, 6, 12]))
+    with sparing.approximate(model, "window(size=4)"):
+        layer = find(model)[0].module
+        attention_function(layer, query, query, query, mask, cu_seq_lens_q=right, cu_seq_lens_k=right)
+        with pytest.raises(Unsupported, match="a mask that hides other tokens"):
+            attention_function(layer, query, query, query, mask, cu_seq_lens_q=wrong, cu_seq_lens_k=wrong)
 
 
 @torch.no_grad()

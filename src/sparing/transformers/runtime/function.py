@@ -67,13 +67,19 @@ def attention_function(
     if not tracing and (batch := state.batch) is not None and batch.is_in(query) and settings is not None:
         state.called = True
         refusals.check_arguments(state, others)
-        shape = MethodArguments(query, key, value, attention_mask, scale=scaling, dropout=dropout)
+        held = read_projection(module, state, value, query) if state.projects else value
+        shape = MethodArguments(query, key, held, attention_mask, scale=scaling, dropout=dropout)
         return run_batch(state, settings, shape, batch).transpose(1, 2), None
-    offsets, others = given_offsets(state, query, key, attention_mask, looks_back, others) if others else (None, others)
-    if offsets is not None and not tracing:
+    offsets = None
+    if others and not tracing:  # of a graph, they are refused as arguments that nobody knows
+        offsets, others = given_offsets(state, query, key, attention_mask, looks_back, others)
+    if offsets is not None:
+        if position_bias is not None:
+            raise refusals.packed_bias(state)
         state.called = True
         refusals.check_arguments(state, others)
-        shape = MethodArguments(query, key, value, None, looks_back, scaling, dropout)
+        held = read_projection(module, state, value, query) if state.projects else value
+        shape = MethodArguments(query, key, held, None, looks_back, scaling, dropout)
         return run_packed(state, settings or exact_settings(), shape, offsets).transpose(1, 2), None
     layer = None if tracing else find_layer(module, state, key, value)
     given, n_q, filled = Given(key, value, attention_mask, position_bias), query.shape[2], key.shape[2]

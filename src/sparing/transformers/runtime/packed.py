@@ -93,11 +93,12 @@ def given_offsets(
 
 def _is_pack(mask: Tensor, offsets: Tensor, is_causal: bool) -> bool:
     """Return whether a mask [1, 1, n, n] hides other sequences, and later tokens if it is causal, and nothing else."""
-    known = getattr(mask, "_sparing_pack", None)
-    if known is None:
+    asked = (offsets.tolist(), is_causal)
+    before, known = getattr(mask, "_sparing_pack", (None, False))
+    if before != asked:
         n = mask.shape[-1]
         numbers = torch.bucketize(torch.arange(n, device=mask.device), offsets[1:].to(mask.device), right=True)
         wanted = numbers[:, None] == numbers
         known = bool(torch.equal(mask[0, 0], wanted.tril() if is_causal else wanted)) and mask.shape[:2] == (1, 1)
-        mask._sparing_pack = known  # type: ignore[attr-defined]  # every layer gets the same mask
-    return bool(known)
+        mask._sparing_pack = (asked, known)  # type: ignore[attr-defined]  # every layer gets the same mask
+    return known

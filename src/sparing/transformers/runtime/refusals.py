@@ -90,6 +90,11 @@ def copied_values(state: LayerState) -> Unsupported:
     )
 
 
+def packed_bias(state: LayerState) -> Unsupported:
+    """Return the error for packed sequences in a layer that adds a position bias to the scores of all positions."""
+    return Unsupported(f"{state.name}: packed sequences have no common position bias; pass padded batches")
+
+
 def other_mask(state: LayerState, mask: Tensor) -> Unsupported:
     """Return the error for a mask that YOSO does not take."""
     return Unsupported(f"{state.name}: attention_mask is {list(mask.shape)}; YOSO takes [B, n]")

@@ -159,24 +159,6 @@ void absorb_tile(const Attend<T>& call, const AttendStrip<T>& strip, const Atten
   });
 }
 
-// columns[k][r] = factor * rows[r][k] for r < count, zero for the other lanes of a strip
-template <class T>
-void transpose_strip(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
-  constexpr int N = lanes<T>;
-  for (int64_t first = 0; first < kStrip<T>; first += N) {
-    int64_t k = 0;
-    for (; k + N <= depth; k += N) {
-      Vec<T> square[N];
-      for (int r = 0; r < N; ++r) square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
-      turn<T>(square);
-      for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kStrip<T> + first, square[r]);
-    }
-    for (; k < depth; ++k)
-      for (int r = 0; r < N; ++r)
-        columns[k * kStrip<T> + first + r] = first + r < count ? factor * rows[first + r][k] : T(0);
-  }
-}
-
 // Writes the results of the first `count` queries of a strip, from row `row` of the outputs on.
 template <class T>
 void finish_strip(const Attend<T>& call, const AttendStrip<T>& strip, int64_t count, int64_t row) {
@@ -242,7 +224,7 @@ void attend_block(const Attend<T>& call, const AttendBlock& block, int64_t head,
     for (int64_t r = 0; r < count; ++r)
       rows[r] = row_of(call.q, block.item, head, block.first + s * step + r, call.depth,
                        query_room + call.q.room(r, call.depth));
-    transpose_strip<T>(rows, count, call.depth, call.scale, strip[s].queries);
+    transpose<T, kStrip<T>>(rows, count, call.depth, call.scale, strip[s].queries);
   }
   // The keys from `begin` to `end` are those that the block sees: positions, or ranks among the valid ones.
   const int64_t* valid = call.valid ? call.valid + block.item * call.keys : nullptr;

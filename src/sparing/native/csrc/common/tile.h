@@ -140,21 +140,21 @@ void spread(const T* weights, int64_t count, const T* points, int64_t stride, T*
     });
 }
 
-// columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
-template <class T>
+// columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes, of `width` in all
+template <class T, int64_t width = kRows>
 void transpose(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
   constexpr int N = lanes<T>;
-  for (int64_t first = 0; first < kRows; first += N) {
+  for (int64_t first = 0; first < width; first += N) {
     int64_t k = 0;
     for (; k + N <= depth; k += N) {
       Vec<T> square[N];
       for (int r = 0; r < N; ++r) square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
       turn<T>(square);
-      for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kRows + first, square[r]);
+      for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * width + first, square[r]);
     }
     for (; k < depth; ++k)
       for (int r = 0; r < N; ++r)
-        columns[k * kRows + first + r] = first + r < count ? factor * rows[first + r][k] : T(0);
+        columns[k * width + first + r] = first + r < count ? factor * rows[first + r][k] : T(0);
   }
 }
 

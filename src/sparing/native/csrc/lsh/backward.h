@@ -53,7 +53,7 @@ void strip_backward(LshStrip<T>& strip, LshWindow<T>& window, const Lsh<T>& call
     if (there && call.norm.total[query] != T(0))
       tops[r] = call.norm.top[query], inverses[r] = inverse_of(call.norm.total[query]), less[r] = delta[i];
   }
-  strip_columns<T>(grads, strip.count, call.width, T(1), strip.grads);
+  transpose<T, kStrip<T>>(grads, strip.count, call.width, T(1), strip.grads);
   strip_dots<T>(window.values + at * wide, wide, keys, call.width, strip.grads, strip.slopes);
   for (int r = 0; r < kStrip<T>; r += lanes<T>) {
     const Vec<T> top = load<T>(tops + r), inverse = load<T>(inverses + r), minus = load<T>(less + r);

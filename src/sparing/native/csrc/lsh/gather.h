@@ -160,7 +160,7 @@ void gather_strip(LshStrip<T>& strip, const Lsh<T>& call, const Arcs* arcs, int6
   const T* rows[kStrip<T>];
   for (int64_t r = 0; r < strip.count; ++r)
     rows[r] = row_of(call.q, item, head, strip.query[r], call.depth, strip.room + call.q.room(r, call.depth));
-  strip_columns<T>(rows, strip.count, call.depth, call.scale, strip.queries);
+  transpose<T, kStrip<T>>(rows, strip.count, call.depth, call.scale, strip.queries);
 }
 
 // Prefetches the rows of later strips: queries and sums of the next, keys of the one after it.

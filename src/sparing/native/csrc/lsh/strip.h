@@ -110,22 +110,4 @@ SPARING_INLINE void copy_row(const E* row, int64_t width, int64_t stride, T* to,
   for (; e < stride; ++e) to[e] = T(0);
 }
 
-// columns[k][r] = factor * rows[r][k] for r < count; zero for the other lanes
-template <class T>
-void strip_columns(const T* const* rows, int64_t count, int64_t depth, T factor, T* columns) {
-  constexpr int N = lanes<T>;
-  for (int64_t first = 0; first < kStrip<T>; first += N) {
-    int64_t k = 0;
-    for (; k + N <= depth; k += N) {
-      Vec<T> square[N];
-      for (int r = 0; r < N; ++r) square[r] = first + r < count ? factor * load<T>(rows[first + r] + k) : Vec<T>{};
-      turn<T>(square);
-      for (int r = 0; r < N; ++r) store<T>(columns + (k + r) * kStrip<T> + first, square[r]);
-    }
-    for (; k < depth; ++k)
-      for (int r = 0; r < N; ++r)
-        columns[k * kStrip<T> + first + r] = first + r < count ? factor * rows[first + r][k] : T(0);
-  }
-}
-
 }  // namespace sparing::SPARING_ISA
