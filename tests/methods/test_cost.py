@@ -120,9 +120,9 @@ def test_flops_are_what_runs(spec, unseen, causal):
 
 
 def test_the_table_holds_every_method():
-    # What key_clusters and multipole run on PyTorch are dense specifications; test_key_clusters_calls.py and test_multipole.py hold
-    # their cost to what was read.
-    elsewhere = {"monte_carlo", "value_aware", "key_clusters", "multipole"}
+    # What key_clusters, multipole and skip run on PyTorch are dense specifications; test_key_clusters_calls.py,
+    # test_multipole.py and test_skip.py hold their cost to what was read.
+    elsewhere = {"monte_carlo", "value_aware", "key_clusters", "multipole", "skip"}
     assert {sparing.method(spec).name for spec, _ in TABLE} == set(sparing.list_methods()) - elsewhere
 
 

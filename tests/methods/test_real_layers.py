@@ -33,6 +33,8 @@ BUDGETS = (
     "nystrom(landmarks=16)",
     "nystrom(landmarks=64)",
     "nystrom(landmarks=128)",
+    "skip",
+    "skip(threshold=0.05)",
     "skyformer(landmarks=64)",
     "skyformer(landmarks=256)",
     "yoso(hashes=16)",

@@ -31,6 +31,7 @@ SPECS = (
     "top_keys(keys=7)",
     "lsh(rounds=2, chunk=8)",
     "lsh(rounds=2, chunk=8, combine=sum)",
+    "skip(threshold=0.2)",
     "yoso(hashes=8)",
     "yoso(hashes=8, hash=gaussian, normalize=sum)",
 )
@@ -42,6 +43,7 @@ LONG = (
     "random_features(features=64)",
     "top_keys(keys=16)",
     "lsh(rounds=2)",
+    "skip(threshold=0.1)",
     "yoso(hashes=8)",
 )
 

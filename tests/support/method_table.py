@@ -57,6 +57,8 @@ _FIXED_PLAN = (
 _OTHER_BLOCKS = "parts of the keys have other blocks, and so other copies, than the whole; tolerance=0 reads all keys"
 _COPIES_FOR_KEYS = "copies count as the keys themselves in the gradient; test_multipole.py has its formula"
 
+_OTHER_GROUPS = "in parts of the keys, other keys stand for those that are left out; threshold=0 leaves out none"
+
 _LOST_DISTANCES = "|q - k|^2 of the specification rounds small keys away; the paths without |q|^2 keep them"
 
 ROWS = [
@@ -135,6 +137,14 @@ ROWS = [
     ),
     Row("multipole(tolerance=1.0, sinks=0, block=32)", skip={"lse merge": _OTHER_BLOCKS, "gradient": _COPIES_FOR_KEYS}),
     Row("multipole(tolerance=0.0)"),
+    Row(
+        "skip(threshold=0.3, stride=3)",
+        budgets=("skip(threshold=1.0, stride=16)", "skip(threshold=0.5)", "skip(threshold=0.05)"),
+        beats_mean=True,
+        skip={"lse merge": _OTHER_GROUPS},
+    ),
+    Row("skip(threshold=1.0, stride=64)", skip={"lse merge": _OTHER_GROUPS}),
+    Row("skip(threshold=0.0)"),
     Row(
         "skyformer(landmarks=6)",
         budgets=("skyformer(landmarks=8)", "skyformer(landmarks=32)", "skyformer(landmarks=127)"),

@@ -13,6 +13,7 @@ from sparing.methods.monte_carlo import MonteCarlo
 from sparing.methods.multipole import Multipole
 from sparing.methods.nystrom import Nystrom
 from sparing.methods.random_features import RandomFeatures
+from sparing.methods.skip import Skip
 from sparing.methods.skyformer import Skyformer
 from sparing.methods.window import Window
 from sparing.methods.yoso import Yoso
@@ -27,6 +28,7 @@ __all__ = [
     "Multipole",
     "Nystrom",
     "RandomFeatures",
+    "Skip",
     "Skyformer",
     "Window",
     "Yoso",

@@ -16,6 +16,8 @@
 #include "multipole/multipole.h"
 #include "nystrom/inverse.h"
 #include "segments/segments.h"
+#include "skip/forward.h"
+#include "skip/step.h"
 #include "top_keys/top_keys.h"
 #include "window/step.h"
 #include "window/window.h"
@@ -37,6 +39,7 @@ constexpr KernelsOf<T> kernels_of() {
       .received = received_kernels<T>(),
       .segments = segment_kernels<T>(),
       .signs = sign_kernels<T>(),
+      .skip = skip_kernels<T>(),
       .top_keys = top_keys_kernels<T>(),
       .window = window_kernels<T>(),
       .yoso = yoso_kernels<T>(),
@@ -45,7 +48,11 @@ constexpr KernelsOf<T> kernels_of() {
 
 template <class E>
 constexpr KernelsOfStored<E> kernels_of_stored() {
-  return {.multipole = multipole_kernels<E>(), .window_step = window_step_kernels<E>()};
+  return {
+      .multipole = multipole_kernels<E>(),
+      .skip_step = skip_step_kernels<E>(),
+      .window_step = window_step_kernels<E>(),
+  };
 }
 
 inline constexpr Kernels table{

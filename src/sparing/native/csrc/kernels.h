@@ -11,6 +11,7 @@
 #include "multipole/call.h"
 #include "nystrom/call.h"
 #include "segments/call.h"
+#include "skip/call.h"
 #include "top_keys/call.h"
 #include "window/call.h"
 #include "yoso/call.h"
@@ -30,6 +31,7 @@ struct KernelsOf {
   ReceivedKernels<T> received;
   SegmentKernels<T> segments;
   SignKernels<T> signs;
+  SkipKernels<T> skip;
   TopKeysKernels<T> top_keys;
   WindowKernels<T> window;
   YosoKernels<T> yoso;
@@ -39,6 +41,7 @@ struct KernelsOf {
 template <class E>
 struct KernelsOfStored {
   MultipoleKernels<E> multipole;
+  SkipStepKernels<E> skip_step;
   WindowStepKernels<E> window_step;
 };
 

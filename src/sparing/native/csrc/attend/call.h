@@ -6,6 +6,7 @@
 namespace sparing {
 
 inline constexpr int64_t kAttendBlock = 128;  // most queries of a block
+inline constexpr int kAttendKeys = 128;       // keys of a tile, whose weighted values are summed without compensation
 
 // Queries that are computed together: `count` of them from `first` on, which see keys from `start` to `stop`, not
 // included. Positions are rows of the tensors; query i of a causal call sees keys up to i.

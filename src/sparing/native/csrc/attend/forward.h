@@ -15,7 +15,6 @@
 
 namespace sparing::SPARING_ISA {
 
-inline constexpr int kAttendKeys = 128;  // keys of a tile, whose weighted values are summed without compensation
 inline constexpr int kAttendDeep = SPARING_REGISTERS == 32 ? 8 : 6;  // rows of a tile of products
 
 // Calls tile<N>(i) for parts of `count` with N <= M that are as equal as can be: a tile of few rows waits for its sums.
@@ -59,9 +58,12 @@ template <class T, int M, int W>
 SPARING_INLINE void score_tile(const T* const* keys, int64_t depth, const T* queries, const T* bias,
                                const int64_t* places, int64_t first_hidden, T* scores, Vec<T>* top) {
   constexpr int64_t step = kStrip<T>;
-  Vec<T> sums[M][W] = {};
+  Vec<T> sums[M][W];
   const T* row[M];
-  for (int i = 0; i < M; ++i) row[i] = keys[i];
+  for (int i = 0; i < M; ++i) {
+    row[i] = keys[i];
+    for (int j = 0; j < W; ++j) sums[i][j] = Vec<T>{};
+  }
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> column[W];
     for (int j = 0; j < W; ++j) column[j] = load<T>(queries + k * step + j * lanes<T>);
@@ -90,17 +92,19 @@ SPARING_INLINE void score_tile(const T* const* keys, int64_t depth, const T* que
 // How a tile's sums meet those of the tiles before.
 enum class Meet { alone, first, later };
 
-// out[i] = out[i] * factor + sum_k weights[k] values[k][first + i] for i < M. The rest of a sum is `rest` entries after
-// it.
-template <class T, int M, int W>
-SPARING_INLINE void value_tile(const T* const* values, int64_t first, int64_t count, const T* weights, Meet meet,
+// out[i] = out[i] * factor + sum_k weights(k) values[k][first + i] for i < M, with rows of weights. The rest of a sum
+// is `rest` entries after it.
+template <class T, int M, int W, class Weights>
+SPARING_INLINE void value_tile(const T* const* values, int64_t first, int64_t count, const Weights& weights, Meet meet,
                                const Vec<T>* factor, T* out, int64_t rest) {
   constexpr int64_t step = kStrip<T>;
-  Vec<T> sums[M][W] = {};
+  Vec<T> sums[M][W];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < W; ++j) sums[i][j] = Vec<T>{};
   for (int64_t k = 0; k < count; ++k) {
-    const T* value = values[k] + first;
+    const T *value = values[k] + first, *weight = weights(k);
     Vec<T> column[W];
-    for (int j = 0; j < W; ++j) column[j] = load<T>(weights + k * step + j * lanes<T>);
+    for (int j = 0; j < W; ++j) column[j] = load<T>(weight + j * lanes<T>);
     for (int i = 0; i < M; ++i) {
       const Vec<T> x = all(value[i]);
       for (int j = 0; j < W; ++j) sums[i][j] += x * column[j];
@@ -155,35 +159,38 @@ void absorb_tile(const Attend<T>& call, const AttendStrip<T>& strip, const Atten
     store<T>(to, sum.sum), store<T>(to + step, sum.rest);
   }
   in_even_tiles<kAttendDeep>(call.width, [&]<int M>(int64_t e) {
-    value_tile<T, M, W>(tile.values, e, count, scores, meet, factor, strip.sums + e * step, call.width * step);
+    value_tile<T, M, W>(
+        tile.values, e, count, [&](int64_t k) { return scores + k * step; }, meet, factor, strip.sums + e * step,
+        call.width * step);
   });
 }
 
-// Writes the results of the first `count` queries of a strip, from row `row` of the outputs on.
+// Writes the results of the first `count` queries of a strip to these rows of the outputs. divisor: [1] what their sums
+// are divided by.
 template <class T>
-void finish_strip(const Attend<T>& call, const AttendStrip<T>& strip, int64_t count, int64_t row) {
+void finish_strip(const Attend<T>& call, const AttendStrip<T>& strip, int64_t count, const int64_t* rows,
+                  const T* divisor) {
   constexpr int N = lanes<T>;
   constexpr int64_t step = kStrip<T>;
   for (int64_t first = 0; first < count; first += N) {
     const int64_t some = count - first < N ? count - first : N;
-    const Vec<T> total = load<T>(strip.total + first);
-    const Vec<T> inverse = total == T(0) ? Vec<T>{} : T(1) / total;
-    T* out = call.out + (row + first) * call.width;
+    const Vec<T> total = load<T>(strip.total + first), whole = load<T>(divisor + first);
+    const Vec<T> inverse = whole == T(0) ? Vec<T>{} : T(1) / whole;
     int64_t e = 0;
     for (; e + N <= call.width; e += N) {
       Vec<T> square[N];
       for (int i = 0; i < N; ++i) square[i] = load<T>(strip.sums + (e + i) * step + first) * inverse;
       turn<T>(square);
-      for (int r = 0; r < some; ++r) store<T>(out + r * call.width + e, square[r]);
+      for (int r = 0; r < some; ++r) store<T>(call.out + rows[first + r] * call.width + e, square[r]);
     }
     for (; e < call.width; ++e) {
       const Vec<T> entries = load<T>(strip.sums + e * step + first) * inverse;
-      for (int64_t r = 0; r < some; ++r) out[r * call.width + e] = entries[r];
+      for (int64_t r = 0; r < some; ++r) call.out[rows[first + r] * call.width + e] = entries[r];
     }
     const Vec<T> top = load<T>(strip.top + first), found = logarithm(total == T(0) ? all(T(1)) : total) + top;
     const Vec<T> lse = total == T(0) ? all(kNever<T>) : found;
     for (int64_t r = 0; r < some; ++r) {
-      const int64_t at = row + first + r;
+      const int64_t at = rows[first + r];
       call.lse[at] = lse[r], call.norm.top[at] = top[r], call.norm.total[at] = total[r];
     }
   }
@@ -199,6 +206,21 @@ int64_t attend_forward_scratch(const Attend<T>& call) {
   return kAttendBlock / kStrip<T> * attend_strip_size(call) + kAttendKeys * kStrip<T> +
          call.q.room(kStrip<T>, call.depth) + call.k.room(kAttendKeys, call.depth) +
          call.v.room(kAttendKeys, call.width);
+}
+
+// Points a tile at the keys from `at` on, positions or ranks among the valid ones, and at their values.
+template <class T>
+SPARING_INLINE void gather_tile(const Attend<T>& call, int64_t item, int64_t kv_head, int64_t at, int64_t end,
+                                T* key_room, T* value_room, AttendTile<T>* tile) {
+  const int64_t* valid = call.valid ? call.valid + item * call.keys : nullptr;
+  tile->count = end - at < kAttendKeys ? end - at : kAttendKeys;
+  for (int64_t c = 0; c < tile->count; ++c) {
+    const int64_t place = valid ? valid[at + c] : at + c;
+    tile->places[c] = place;
+    tile->keys[c] = row_of(call.k, item, kv_head, place, call.depth, key_room + call.k.room(c, call.depth));
+    tile->values[c] = row_of(call.v, item, kv_head, place, call.width, value_room + call.v.room(c, call.width));
+    if (call.bias) tile->bias[c] = call.bias[item * call.keys + place];
+  }
 }
 
 // Computes one block of queries of one head.
@@ -227,21 +249,13 @@ void attend_block(const Attend<T>& call, const AttendBlock& block, int64_t head,
     transpose<T, kStrip<T>>(rows, count, call.depth, call.scale, strip[s].queries);
   }
   // The keys from `begin` to `end` are those that the block sees: positions, or ranks among the valid ones.
-  const int64_t* valid = call.valid ? call.valid + block.item * call.keys : nullptr;
   const int64_t* before = call.valid ? call.valid_before + block.item * (call.keys + 1) : nullptr;
   const auto rank = [&](int64_t place) { return before ? before[place] : place; };
   const int64_t last = block.first + block.count, stop = call.causal && last < block.stop ? last : block.stop;
   const int64_t begin = rank(block.start), end = rank(stop);
   AttendTile<T> tile;
   for (int64_t at = begin; at < end; at += kAttendKeys) {
-    tile.count = end - at < kAttendKeys ? end - at : kAttendKeys;
-    for (int64_t c = 0; c < tile.count; ++c) {
-      const int64_t place = valid ? valid[at + c] : at + c;
-      tile.places[c] = place;
-      tile.keys[c] = row_of(call.k, block.item, kv_head, place, call.depth, key_room + call.k.room(c, call.depth));
-      tile.values[c] = row_of(call.v, block.item, kv_head, place, call.width, value_room + call.v.room(c, call.width));
-      if (call.bias) tile.bias[c] = call.bias[block.item * call.keys + place];
-    }
+    gather_tile(call, block.item, kv_head, at, end, key_room, value_room, &tile);
     for (int64_t s = 0; s < strips; ++s) {
       const int64_t first = block.first + s * step, lanes_used = block.count - s * step;
       int64_t count = tile.count, hidden = block.stop;
@@ -265,7 +279,9 @@ void attend_block(const Attend<T>& call, const AttendBlock& block, int64_t head,
       clear(strip[s].sums, call.width * step), clear(strip[s].total, step);
       for (int64_t r = 0; r < step; ++r) strip[s].top[r] = kNever<T>;
     }
-    finish_strip(call, strip[s], some, (block.item * call.heads + head) * call.queries + first);
+    int64_t rows[kStrip<T>];
+    for (int64_t r = 0; r < some; ++r) rows[r] = (block.item * call.heads + head) * call.queries + first + r;
+    finish_strip(call, strip[s], some, rows, strip[s].total);
   }
 }
 

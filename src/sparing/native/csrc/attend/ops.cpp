@@ -1,7 +1,6 @@
-#include <algorithm>
 #include <atomic>
-#include <vector>
 
+#include "attend/blocks.h"
 #include "common/softmax_tensors.h"
 #include "kernels.h"
 
@@ -18,69 +17,6 @@ Attend<T> describe(const Tensor& q, const Tensor& k, const Tensor& v, const Opti
   call.bias = bias ? packed<T>("bias", *bias, {call.items, call.keys}) : nullptr;
   return call;
 }
-
-// The blocks of queries of a call, and the positions of its visible keys.
-struct Blocks {
-  std::vector<AttendBlock> blocks;
-  std::vector<int64_t> valid, before;
-
-  template <class T>
-  Blocks(Attend<T>& call, const Optional& offsets) {
-    if (call.keep || call.bias) list_valid(call);
-    const int64_t one[] = {0, call.queries};
-    const int64_t *bounds = one, sequences = offsets ? read_offsets(call, *offsets, &bounds) : 1;
-    // Every thread should find some blocks; larger ones read the keys less often.
-    const int64_t threads = torch::stable::get_num_threads();
-    const int64_t share = call.items * call.heads * call.queries / (4 * threads);
-    const int64_t size = share < kAttendBlock ? kAttendBlock / 2 : kAttendBlock;
-    for (int64_t item = 0; item < call.items; ++item)
-      for (int64_t s = 0; s < sequences; ++s) {
-        const int64_t start = offsets ? bounds[s] : 0, stop = offsets ? bounds[s + 1] : call.keys;
-        for (int64_t first = bounds[s]; first < bounds[s + 1]; first += size)
-          blocks.push_back({item, start, stop, first, std::min(size, bounds[s + 1] - first)});
-      }
-    // The longest ones first, so that threads end together.
-    std::stable_sort(blocks.begin(), blocks.end(),
-                     [&](const AttendBlock& a, const AttendBlock& b) { return work(call, a) > work(call, b); });
-    call.blocks = blocks.data(), call.block_count = int64_t(blocks.size());
-  }
-
- private:
-  template <class T>
-  void list_valid(Attend<T>& call) {
-    valid.resize(call.items * call.keys), before.resize(call.items * (call.keys + 1));
-    for (int64_t item = 0; item < call.items; ++item) {
-      int64_t count = 0;
-      for (int64_t j = 0; j < call.keys; ++j) {
-        before[item * (call.keys + 1) + j] = count;
-        if (call.sees(item, j)) valid[item * call.keys + count++] = j;
-      }
-      before[item * (call.keys + 1) + call.keys] = count;
-    }
-    call.valid = valid.data(), call.valid_before = before.data();
-  }
-
-  template <class T>
-  static int64_t read_offsets(const Attend<T>& call, const Tensor& offsets, const int64_t** bounds) {
-    STD_TORCH_CHECK(offsets.dim() == 1 && offsets.size(0) >= 1, "offsets must have one axis and an entry");
-    const int64_t sequences = offsets.size(0) - 1;
-    *bounds = packed<int64_t>("offsets", offsets, {sequences + 1});
-    STD_TORCH_CHECK(call.items == 1, "offsets need a batch of 1");
-    STD_TORCH_CHECK(call.queries == call.keys, "offsets need as many queries as keys");
-    STD_TORCH_CHECK((*bounds)[0] == 0 && (*bounds)[sequences] == call.keys,
-                    "offsets must go from 0 to the number of tokens");
-    for (int64_t s = 0; s < sequences; ++s) STD_TORCH_CHECK((*bounds)[s] <= (*bounds)[s + 1], "offsets must not fall");
-    return sequences;
-  }
-
-  // Returns how many keys the queries of a block see.
-  template <class T>
-  int64_t work(const Attend<T>& call, const AttendBlock& block) const {
-    const int64_t last = block.first + block.count, stop = call.causal ? std::min(last, block.stop) : block.stop;
-    const int64_t* ranks = valid.empty() ? nullptr : before.data() + block.item * (call.keys + 1);
-    return block.count * (ranks ? ranks[stop] - ranks[block.start] : stop - block.start);
-  }
-};
 
 SoftmaxOutputs forward(Tensor q, Tensor k, Tensor v, Optional keep, Optional bias, double scale, bool causal,
                        Optional offsets) {

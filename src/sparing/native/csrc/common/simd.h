@@ -65,7 +65,10 @@ SPARING_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
 // that they make, whether a multiply-add takes it as it is, and equal numbers in other lanes give other bits.
 template <class V>
 SPARING_INLINE V rounded(V x) {
-#if __has_builtin(__builtin_assoc_barrier)
+#if defined(__x86_64__)
+  asm("" : "+v"(x));  // of a vector, GCC 12 takes __builtin_assoc_barrier lane by lane
+  return x;
+#elif __has_builtin(__builtin_assoc_barrier)
   return __builtin_assoc_barrier(x);
 #else
   asm("" : "+m"(x));
@@ -126,6 +129,19 @@ SPARING_INLINE uint32_t held(IntVec<T> mask) {
   uint32_t bits = 0;
   for (int i = 0; i < lanes<T>; ++i) bits |= uint32_t(mask[i] & 1) << i;
   return bits;
+#endif
+}
+
+// Returns the bits of the lanes in which a >= b.
+template <class T>
+SPARING_INLINE uint32_t at_least(Vec<T> a, Vec<T> b) {
+#if defined(SPARING_AVX512)
+  if constexpr (sizeof(T) == 4)
+    return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GE_OQ);
+  else
+    return _mm512_cmp_pd_mask(reinterpret_cast<__m512d>(a), reinterpret_cast<__m512d>(b), _CMP_GE_OQ);
+#else
+  return held<T>(a >= b);
 #endif
 }
 
