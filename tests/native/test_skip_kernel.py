@@ -25,7 +25,9 @@ def keep_of(n, share=0.7):
 @every_instruction_set
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("spec", ["skip(threshold=0.2)", "skip(threshold=1.0, stride=128)", "skip(threshold=0.01, stride=7)"])
+@pytest.mark.parametrize(
+    "spec", ["skip(threshold=0.2)", "skip(threshold=1.0, stride=128)", "skip(threshold=0.01, stride=7)"]
+)
 @pytest.mark.parametrize(
     ("n_q", "n_k", "d", "e"), [(1, 1, 1, 1), (17, 33, 20, 3), (131, 131, 32, 33), (40, 300, 64, 16), (260, 140, 9, 8)]
 )
@@ -51,7 +53,10 @@ def test_statistics_and_shared_key_heads(isa):
     wanted = sparing.inspect(q, k, v, impl="reference", **options)
     assert torch.allclose(found.output, wanted.output, atol=1e-5)
     assert torch.equal(found.statistics["touched"], wanted.statistics["touched"])
-    for a, b in [(found.lse, wanted.lse), *((found.statistics[x], wanted.statistics[x]) for x in ("left_out", "bound"))]:
+    for a, b in [
+        (found.lse, wanted.lse),
+        *((found.statistics[x], wanted.statistics[x]) for x in ("left_out", "bound")),
+    ]:
         assert torch.allclose(a, b, atol=1e-5)
 
 

@@ -143,7 +143,7 @@ ROWS = [
         beats_mean=True,
         skip={"lse merge": _OTHER_GROUPS},
     ),
-    Row("skip(threshold=1.0, stride=64)", skip={"lse merge": _OTHER_GROUPS}),
+    Row("skip(threshold=0.7, stride=64)", skip={"lse merge": _OTHER_GROUPS}),
     Row("skip(threshold=0.0)"),
     Row(
         "skyformer(landmarks=6)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -90,8 +89,7 @@ class Skip(Method):
     def _wanted(self, tiles: Tensor) -> Tensor:
         """Return which keys a query wants for itself, from its scores (B, H, n_q, T, TILE)."""
         highest = tiles.amax(-1, keepdim=True).cummax(-2).values  # of the tile and those before it
-        least = math.log(self.threshold) if self.threshold else -math.inf
-        return (tiles >= highest + least) & (tiles > -torch.inf)
+        return ((tiles - dense.finite_or_zero(highest)).exp() >= self.threshold) & (tiles > -torch.inf)
 
     def _mix(self, tiles: Tensor, read: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return output, log-sum-exp, share of the weight left out, and number of values used, of (B, H, n_q) rows."""
@@ -100,7 +98,7 @@ class Skip(Method):
         left = weights.masked_fill(read, 0.0)
         stands = torch.arange(TILE, device=v.device) % self.stride == self.stride - 1
         whole, standing = left.sum(-1, keepdim=True), (left * stands).sum(-1, keepdim=True)  # (B, H, n_q, T, 1)
-        enough = (standing * _MOST_GROWTH >= whole) & (standing > 0)
+        enough = (standing * _MOST_GROWTH >= whole) & ~dense.vanishes(standing)
         growth = (whole / standing.masked_fill(~enough, 1.0)).masked_fill(~enough, 0.0)
         grown = left * stands * growth
         used = (weights - left + grown).flatten(-2)[..., : v.shape[2]]

@@ -14,6 +14,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             *(f"window(size={size}, sinks=4)" for size in windows),
             "key_clusters(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
             *(f"multipole(tolerance={tolerance})" for tolerance in (0.01, 0.001)),
+            *(f"skip(threshold={threshold})" for threshold in (0.03, 0.01)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"lsh(rounds=4, chunk={size})" for size in (32, 64)),
         ]
@@ -26,6 +27,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
             f"key_clusters(clusters={some}, keys={max(length * 3 // 20, 1)}, window=16)",
             f"key_clusters(clusters={some}, keys={max(length * 5 // 16, 1)}, window=16)",
             *(f"multipole(tolerance={tolerance})" for tolerance in (0.01, 0.001)),
+            *(f"skip(threshold={threshold})" for threshold in (0.03, 0.01)),
             *(f"random_features(features={count})" for count in (64, 256)),
             *(f"monte_carlo(alpha={alpha}, estimator=mean)" for alpha in (0.1, 0.2, 0.4)),
         ]

@@ -12,6 +12,10 @@ inline constexpr int64_t kSkipGroup = 32;  // queries that read the same keys
 template <class T>
 inline constexpr T kMostGrowth = T(0x1p20);
 
+// Stand-ins that weigh less represent nothing: dividing by their weight is not safe.
+template <class T>
+inline constexpr T kLeastStanding = sizeof(T) == 4 ? T(1e-30) : T(1e-300);
+
 template <class T>
 struct Skip : Attend<T> {
   T threshold;                   // a key of this weight, relative to the largest that the query has seen, is read

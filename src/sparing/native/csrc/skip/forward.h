@@ -151,7 +151,7 @@ SPARING_INLINE void absorb_read(const Skip<T>& call, SkipStrip<T>& strip, const 
     for (int j = 0; j < W; ++j) stand[j] += reads(c, j) ? Vec<T>{} : load<T>(weight_at(c, j));
   const bool later = meet == Meet::later;
   for (int j = 0; j < W; ++j) {
-    const IntVec<T> enough = stand[j] * kMostGrowth<T> >= left[j] && stand[j] > T(0);
+    const IntVec<T> enough = stand[j] * kMostGrowth<T> >= left[j] && stand[j] > kLeastStanding<T>;
     growth[j] = enough ? left[j] / (enough ? stand[j] : all(T(1))) : Vec<T>{};
     T *sum = strip.left + j * lanes<T>, *lost = strip.lost + j * lanes<T>;
     store<T>(sum, (later ? rounded(load<T>(sum) * factor[j]) : Vec<T>{}) + left[j]);

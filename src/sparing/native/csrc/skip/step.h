@@ -62,7 +62,7 @@ void skip_row(const SkipStep<E>& call, int64_t item, int64_t head, int64_t i, Sk
       rest += weight;
       if (stands(j)) stand += weight;
     }
-    const bool enough = stand * kMostGrowth<T> >= rest && stand > T(0);
+    const bool enough = stand * kMostGrowth<T> >= rest && stand > kLeastStanding<T>;
     const T growth = enough ? rest / stand : T(0);
     left += rest, lost += enough ? T(0) : rest;
     for (int64_t j = begin; j < end; ++j) {
