@@ -168,6 +168,22 @@ def test_exact_attention_may_be_the_answer():
     assert "sparing.approximate" not in text
 
 
+def test_exact_attention_by_sparing_is_a_row_of_its_own_and_may_win():
+    exact = replace(measured("exact", FASTER, 0.0, 1.3), change=Estimate(0.0, 0.0, 0.0, 4))
+    slow = measured(SLOW, SLOWER, 0.0005, 0.75)
+    found = example(rows=(slow, exact))
+    assert Outline(page(found)).all("h1") == ["Turn on exact: 1.30x"]
+    assert "sparing.approximate(model, &#34;exact&#34;)" in page(found)
+    _, rows = full_table(found)
+    assert [row[0].text for row in rows] == ["exact", "the model's own", SLOW]
+    approximation = measured(FAST, FASTER, 0.002, 1.32)
+    assert example(rows=(approximation, exact)).recommended == exact, (
+        "what changes more must be faster by more than noise"
+    )
+    approximation = measured(FAST, FASTER, 0.002, 1.4)
+    assert example(rows=(exact, approximation)).recommended == approximation
+
+
 def test_the_fastest_of_the_safe_wins():
     rows = (measured(FAST, FASTER, 0.002, 1.25), measured(SLOW, FASTER, 0.001, 1.5), measured(BAD, UNSAFE, 0.2, 3.0))
     assert f"sparing.approximate(model, &#34;{SLOW}&#34;)" in page(example(rows=rows))
@@ -187,9 +203,9 @@ def test_the_table_holds_what_was_found():
     always = measured(FAST, FASTER, 0.002, 9.0, crossover=256)
     assert [cell.text for cell in full_table(example(rows=(always,)))[1][0]][-1] == "<256"
     assert by_method["nystrom(landmarks=64)"]["why refused"].text == REASON
-    shown = {title: cell.text for title, cell in by_method["exact"].items() if cell.text}
+    shown = {title: cell.text for title, cell in by_method["the model's own"].items() if cell.text}
     assert shown == {
-        "method": "exact", "verdict": "exact", "change": "0%", "at most": "0%", "error": "0", "substitution": "0",
+        "method": "the model's own", "verdict": "baseline", "change": "0%", "at most": "0%", "error": "0", "substitution": "0",
         "FLOPs saved": "1x", "attention speed": "1x", "model speed": "1x", "batched speed": "1x", "memory saved": "1x",
     }  # fmt: skip
     alone = full_table(example(rows=(Row("nystrom", REFUSED, REASON),)))
@@ -200,7 +216,7 @@ def test_the_table_is_sorted_by_verdict_and_speed_with_the_exact_model_below_wha
     quick = measured("lsh(rounds=2)", FASTER, 0.002, 1.5)
     _, rows = full_table(example(rows=(*reversed(example().rows), quick)))
     assert [row[0].text for row in rows] == [
-        "lsh(rounds=2)", FAST, "exact", SLOW, "random_features(features=64)", BAD, "top_keys(keys=64)",
+        "lsh(rounds=2)", FAST, "the model's own", SLOW, "random_features(features=64)", BAD, "top_keys(keys=64)",
         "nystrom(landmarks=64)",
     ]  # fmt: skip
 

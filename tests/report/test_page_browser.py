@@ -92,7 +92,7 @@ def test_arrow_keys_walk_through_the_points(seen):
     for _ in range(5):
         seen.keyboard.press("ArrowRight")
         said.append(now.text_content().partition(";")[0])
-    assert said == ["exact attention", FAST, SLOW, BAD, "top_keys(keys=64)"]
+    assert said == ["the model's own attention", FAST, SLOW, BAD, "top_keys(keys=64)"]
     seen.locator("#trade .hoverlayer .hovertext", has_text="top_keys").wait_for()
     seen.focus("#crossover")
     assert now.text_content() == ""
@@ -215,7 +215,7 @@ def test_every_safe_point_has_a_name_and_no_two_names_collide(browser, tmp_path,
         numbered = seen.page.locator("#trade-names li").all_inner_texts()
         named = [numbered[int(text) - 1] if text.isdecimal() else text for text in texts]
         assert len({name for name in named if name.startswith("key_clusters")}) == 9
-        assert {"window size=64, sinks=1", "exact"} <= set(named)
+        assert {"window size=64, sinks=1", "the model's own"} <= set(named)
         boxes = [each.bounding_box() for each in chart.locator(".annotation-text").all()]
         for i, a in enumerate(boxes):
             for b in boxes[:i]:

@@ -10,6 +10,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 import sparing
 from sparing.documents import Documents
+from sparing.methods import exact as exact_method
+from sparing.methods.exact import Exact
 from sparing.models import Subject, load
 from sparing.report.table import show
 from sparing.report.terminal import Terminal
@@ -265,7 +267,8 @@ def timed(ratio):
         ("window", 0.011, 1.5, UNKNOWN),
         ("window", None, 1.5, UNKNOWN),
         ("window", 0.001, 1.01, SLOWER),  # as likely noise
-        ("exact", 0.0, 1.5, SLOWER),
+        ("exact", 0.0, 1.5, FASTER),  # sparing's, against the model's own
+        ("exact", 0.0, 1.01, SLOWER),
         ("window", math.nan, 1.5, UNSAFE),
         ("top_keys", 0.0, 1.5, ORACLE),
     ],
@@ -306,6 +309,20 @@ def test_a_model_that_is_approximated_already_is_refused():
         run(one)
     with sparing.approximate(one.model, "exact"):
         assert run(one, methods=["window(size=4)"]).rows[0].refused is None
+
+
+def test_exact_attention_by_sparing_is_a_row_that_is_compared_with_torchs(monkeypatch):
+    """Its error is that of rounding, and a kernel that is wrong would show: the rest of the model is its own."""
+    one = subject()
+    row = run(one, methods=["exact"]).rows[0]
+    assert (row.method, row.refused, row.change.mean) == ("exact", None, 0.0)
+    assert 0 <= row.error.mean < 1e-6
+    assert row.time.attention.median > 0
+    assert row.flops_reduction == 1
+    original = Exact.fast
+    monkeypatch.setattr(exact_method, "_LEAST_QUERIES", {})  # no kernel: `fast` computes the calls of the door
+    monkeypatch.setattr(Exact, "fast", lambda self, q, k, v, call: 1.1 * original(self, q, k, v, call))
+    assert run(one, methods=["exact"]).rows[0].error.mean == pytest.approx(0.1, rel=1e-3)
 
 
 def test_a_model_runs_in_the_type_of_its_checkpoint_unless_another_is_named(tmp_path, capsys):
@@ -443,6 +460,17 @@ def test_the_sentence_on_top():
         "On 4 documents of up to 99 tokens, window(size=8) is 1.50x as fast as the exact model here, and within 1.00% "
         "(m): 0.20% on average."
     )
+    quick = replace(row(FASTER, 1.3), method="exact")
+    assert summary([row(UNSAFE, 2.0), row(FASTER, 1.32), row(SLOWER, 0.5), quick], 4, 99, 0.01, "m") == (
+        "On 4 documents of up to 99 tokens, sparing's exact attention is 1.30x as fast as the model's own here, with the "
+        "same results but for rounding. Of the approximations, 2 of 3 settings stay within 1.00% (m), and none is faster "
+        "than that."
+    ), "1.32x is no more than noise above 1.30x"
+    assert "no setting is known to stay within 1.00% (m) and is faster than that" in summary(
+        [row(UNSAFE, 2.0), quick], 4, 99, 0.01, "m"
+    )
+    assert summary([quick], 4, 99, 0.01, "m").endswith("but for rounding.")
+    assert "window(size=8) is 1.50x" in summary([row(FASTER, 1.5), quick], 4, 99, 0.01, "m")
     exact = replace(row(SLOWER, 1.0), method="exact")
     assert "no setting stays" in summary([row(UNSAFE, 2.0), exact], 4, 99, 0.01, "m"), "exact attention is no setting"
     assert "within 0.0002%" in summary([row(UNSAFE, 2.0)], 4, 99, 2e-6, "m")
@@ -468,6 +496,7 @@ def test_the_ladder_holds_training_free_methods_and_oracles(causal, length):
     for method in found:
         assert method.supports.training_free or method.oracle
         assert method.supports.causal or not causal
+    assert found[0] == sparing.method("exact")
     assert {method.name for method in found} >= {"window", "key_clusters", "top_keys"}
 
 

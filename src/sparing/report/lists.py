@@ -40,13 +40,13 @@ def methods_table() -> Table:
 def recipe_table(recipe: Recipe) -> Table:
     """Return a table of what each layer of a recipe runs."""
     table = Table(
-        title=f"for {recipe.architecture or 'any architecture'}; layers that are not named run exact attention",
+        title=f"for {recipe.architecture or 'any architecture'}; layers without a name run the model's own attention",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     for column in ("layers", "method", "seed", "when"):
         table.add_column(column)
     for name, spec in recipe.layers.items():
-        table.add_row(name, spec, str(recipe.seed_of(name)), recipe.when_of(name))
+        table.add_row(name, spec or "the model's own", str(recipe.seed_of(name)), recipe.when_of(name))
     return table
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparing.report.numbers import ratio
-from sparing.report.page_table import SCORES, by_verdict, generation_tables
+from sparing.report.page_table import BASELINE, SCORES, by_verdict, generation_tables
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.judgement import FASTER, KEPT, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE, UNTIMED
 from sparing.workbench.comparison.summary import percentage, rounded
@@ -71,11 +71,11 @@ def score_table(found: Comparison, width: int = 100) -> Table | None:
     if not names:
         return None
     titles = ["method", *(title for name in names for title in (name, f"{name}\nlost")), "verdict"]
-    exact: list[str | Text] = ["exact"]
+    exact: list[str | Text] = [BASELINE]
     cells: list[list[str | Text]] = [exact]
     for name in names:
         exact += [_score((rows[0].end or {})[f"exact_{name}"]), ""]
-    exact.append(Text("exact", "bold"))
+    exact.append(Text("baseline", "bold"))
     for row in rows:
         end = row.end or {}
         scores = [(end[name], end[f"exact_{name}"] - end[name]) for name in names]
@@ -106,7 +106,7 @@ def comparison_table(found: Comparison, width: int = 100) -> Table:
     ordered = by_verdict(found.rows)
     rows: list[list[str | Text]] = [[row.method, *_numbers(row), _WORDS[row.verdict]] for row in ordered]
     if any(row.time is not None for row in ordered):
-        exact: list[str | Text] = ["exact", "0%", "0%", "0", "", "1x", "1x", "1x", "", Text("exact", "bold")]
+        exact: list[str | Text] = [BASELINE, "0%", "0%", "0", "", "1x", "1x", "1x", "", Text("baseline", "bold")]
         rows.insert(sum(row.verdict == FASTER for row in ordered), exact)
     return _fitted(titles, rows, width, caption=_legend(found), explained=_EXPLAINED)
 

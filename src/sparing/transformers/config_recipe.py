@@ -11,16 +11,18 @@ from transformers.models.auto import modeling_auto
 
 from sparing.transformers.find import AttentionLayer, base_name, find
 from sparing.transformers.recipe import Recipe
-from sparing.transformers.state import ConfigState, config_state, method_of, state_of
+from sparing.transformers.state import ConfigState, config_state, state_of
 
 
 def recipe_of(model: nn.Module, layers: list[AttentionLayer]) -> Recipe:
     """Return the recipe of what the model runs now."""
-    specs, seeds, whens = {}, {}, {}
+    specs: dict[str, str | None] = {}
+    seeds, whens = {}, {}
     for layer in layers:
         name, state = base_name(model, layer.name), state_of(layer.module)
-        specs[name] = str(method_of(layer.module) or "exact")
+        specs[name] = None
         if state is not None and state.settings is not None:
+            specs[name] = str(state.settings.method)
             seeds[name], whens[name] = state.settings.seed, state.settings.when
     architecture = getattr(getattr(model, "config", None), "model_type", None)
     seed = seeds if len(set(seeds.values())) > 1 else next(iter(seeds.values()), 0)

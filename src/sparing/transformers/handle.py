@@ -69,7 +69,7 @@ class Handle:
 
     @property
     def layers(self) -> dict[str, str]:
-        """The spec that every attention layer of the model runs now, by the layer's name."""
+        """The spec that every attention layer of the model runs now, by the layer's name; "exact" is also its own."""
         return {layer.name: str(method_of(layer.module) or "exact") for layer in self._layers}
 
     @property
@@ -108,7 +108,8 @@ class Handle:
         for layer in self._layers:
             method = method_of(layer.module)
             why = self._exact.get(layer.index)
-            text = str(method) if method is not None else f"exact: {why}" if why else "exact"
+            own = "exact, by sparing where that is faster" if _runs_exact(layer) else "the model's own attention"
+            text = str(method) if method is not None else f"exact: {why}" if why else own
             if method is not None and layer.window is not None and not method.supports.attn_mask:
                 text += f", on inputs within the layer's own window of {layer.window} tokens"
             if (reasons := self._reasons(layer)) and method is not None:
@@ -173,7 +174,9 @@ def approximate(
     """Replace the attention of a Hugging Face model, in place. No weight is changed and nothing is copied.
 
     what: a `Method` or its spec string, for all layers or for those of `layers`; a mapping from layers to methods; a
-        `Recipe` or the path of its JSON file. None takes the recipe that the model's config holds.
+        `Recipe` or the path of its JSON file. None takes the recipe that the model's config holds. "exact" is sparing's
+        exact attention, equal but for rounding, where it is faster than the model's own; layers that are not named are
+        left alone.
     layers: numbers (in the order of `handle.layers`, negative ones from the end) or names, which may hold `*`.
         None: every attention layer, except those that attend within a window by themselves and those whose code
         sparing cannot replace; `print(handle)` shows which stayed exact, and why.
@@ -225,6 +228,13 @@ def approximate(
         handle.restore()
         raise
     return handle
+
+
+def _runs_exact(layer: AttentionLayer) -> bool:
+    """Return whether a layer is set to run sparing's exact attention, and can."""
+    state = state_of(layer.module)
+    settings = None if state is None else state.settings
+    return settings is not None and settings.exact and (layer.family is None or layer.family.takes_exact)
 
 
 def _states(places: list[AttentionLayer]) -> list[LayerState]:

@@ -29,7 +29,7 @@ class Recipe:
     """What each attention layer of a model runs.
 
     layers: layer name -> spec; names are those of the base model's modules and may hold `*` and `?`. A layer that is
-        not named runs exact attention.
+        not named, or has None, runs the model's own attention, to the bit; "exact" is sparing's exact attention.
     seed: fixes all random choices; None draws new ones at each call. A mapping gives layers their own.
     architecture: the `model_type` that the recipe was made for; None fits any model.
     about: anything else worth keeping, such as how the recipe was found, for which data and on which machine.
@@ -39,7 +39,7 @@ class Recipe:
     {'encoder.layer.*': 'nystrom(landmarks=64)'}
     """
 
-    layers: Mapping[str, str]
+    layers: Mapping[str, str | None]
     seed: int | Mapping[str, int | None] | None = 0
     architecture: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -49,10 +49,13 @@ class Recipe:
         if not isinstance(self.layers, Mapping):
             raise TypeError(f"recipe: layers={shown(self.layers)} must map layer names to specs")
         for name, spec in self.layers.items():
-            if not isinstance(name, str) or not isinstance(spec, str):
-                raise TypeError(f"recipe: layers must map names to spec strings, got {shown(name)}: {shown(spec)}")
+            if not isinstance(name, str) or not isinstance(spec, str | None):
+                raise TypeError(
+                    f"recipe: layers must map names to spec strings, or to None, got {shown(name)}: {shown(spec)}"
+                )
             try:
-                _method(spec)
+                if spec is not None:
+                    _method(spec)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"recipe: layers[{shown(name)}]: {error}") from None
         for seed in self._values("seed"):
@@ -149,12 +152,12 @@ class Recipe:
         write_files({Path(path): json.dumps(self.with_checksum(), indent=2) + "\n"})
 
     def method_of(self, name: str) -> Method | None:
-        """Return the method of a layer, or None if the recipe does not name the layer."""
+        """Return the method of a layer, or None if the recipe leaves the layer alone."""
         spec = self.spec_of(name)
         return None if spec is None else _method(spec)
 
     def spec_of(self, name: str) -> str | None:
-        """Return the spec of a layer as the recipe has it, or None if the recipe does not name the layer."""
+        """Return the spec of a layer as the recipe has it, or None if the recipe leaves the layer alone."""
         return _named(self.layers, name, None)
 
     def seed_of(self, name: str) -> int | None:

@@ -59,7 +59,7 @@ class LayerSettings:
     warned: set[str] = field(default_factory=set)  #: reasons that were warned about, in all layers of the handle
     graph_reason: str | None = None  #: why a compiled graph, whose calls are not counted, ran exact attention
     compiled: bool = False  #: the method was traced into a compiled graph, whose calls are not counted
-    observer: Callable[[ObservedCall], None] | None = None  #: gets every call, which then runs exact attention
+    observer: Callable[[ObservedCall], None] | None = None  #: gets every call; the layer then runs exact attention
     exact: bool = field(init=False)  #: the method is exact attention
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class Tally:
 
     calls: int = 0  #: calls that ran the method
     steps: int = 0  #: calls that ran the method on tokens which continue a cache
-    exact_calls: int = 0  #: calls that ran exact attention
+    exact_calls: int = 0  #: calls that ran the model's own exact attention
     reasons: Counter[str] = field(default_factory=Counter)  #: exact calls by why decoding stayed exact
     covered: int = 0  #: calls that were exact because the method's budget covers every key
     queries: int = 0  #: queries of all heads, in calls and steps

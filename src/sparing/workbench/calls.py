@@ -22,7 +22,7 @@ def samples_values(method: Method, seen: ObservedCall) -> bool:
     return method.supports.projection and isinstance(seen.value, Projection)
 
 
-def exact_side(seen: ObservedCall, *, with_values: bool) -> Side:
+def exact_side(seen: ObservedCall, *, with_values: bool) -> Callable[[], Tensor]:
     """Return a call of SDPA; with_values: include the value layer."""
     mask, ready = seen.call["attn_mask"], seen.projected
     return lambda: scaled_dot_product_attention(

@@ -11,7 +11,7 @@ const VERDICTS = {
 };
 const RANKS = { "safe and faster": 0, "safe, but slower here": 1, "exact attention": 2 }; // these must have a name
 const EXACT = {
-  method: "exact attention", label: "exact", verdict: "exact attention", front: true,
+  method: "the model's own attention", label: "the model's own", verdict: "exact attention", front: true,
   change: [0, null, null], speed: [1, 1, 1],
 };
 

@@ -18,7 +18,7 @@ from sparing.transformers.runtime import refusals
 from sparing.transformers.runtime.by_name import state_by_name
 from sparing.transformers.runtime.call import Given, ModelCall
 from sparing.transformers.runtime.decode import decode
-from sparing.transformers.runtime.exact import exact
+from sparing.transformers.runtime.exact import exact, may_replace, replaces
 from sparing.transformers.runtime.masks import cut_mask, hides_rest, mask_function, read_mask
 from sparing.transformers.runtime.method import MethodArguments
 from sparing.transformers.runtime.packed import given_offsets, run_batch, run_packed
@@ -62,7 +62,9 @@ def attention_function(
     known, tracing = state_of(module), torch.compiler.is_compiling()
     state = state_by_name(module) if known is None else known
     settings = state.settings
-    stays_exact = settings is None or settings.exact
+    stays_exact = settings is None or (
+        settings.exact and not may_replace(settings, query, key, value, dropout, scaling, tracing=tracing)
+    )
     looks_back = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     if not tracing and (batch := state.batch) is not None and batch.is_in(query) and settings is not None:
         state.called = True
@@ -104,7 +106,7 @@ def attention_function(
     refusals.check_call(call)
     if not tracing:
         state.called = True
-    if stays_exact:
+    if stays_exact or (settings is not None and settings.exact and not replaces(call)):
         return exact(call), None
     if state.projects:
         return projection(call), None

@@ -133,9 +133,16 @@ def shown_keys(mask: Tensor) -> Tensor:
     return (~_hidden(mask)).any(-2, keepdim=True).any(1, keepdim=True)
 
 
+def is_padding(mask: Tensor | None) -> bool:
+    """Return whether a mask hides the same keys from all queries and heads, or nothing, by its shape and storage."""
+    if mask is None:
+        return True
+    return mask.dtype == torch.bool and all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, -2))
+
+
 def count_valid_keys(mask: Tensor | None, batch: int, n_k: int) -> list[int]:
     """Return the number of valid keys of each item; n_k unless the mask is nothing but padding."""
-    if mask is None or mask.dtype != torch.bool or (mask.shape[-2] != 1 and mask.stride(-2) != 0):
+    if mask is None or not is_padding(mask):
         return [n_k] * batch
     found: list[int] = mask[:, 0, 0].sum(-1).tolist()
     return found if len(found) == batch else found * batch

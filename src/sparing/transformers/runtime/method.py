@@ -13,6 +13,7 @@ from sparing.contract import Projection, Unsupported
 from sparing.functional import attention, inspect
 from sparing.transformers.runtime import refusals
 from sparing.transformers.runtime.call import ModelCall
+from sparing.transformers.runtime.exact import exact
 from sparing.transformers.runtime.masks import count_valid_keys
 from sparing.transformers.state import LayerSettings, LayerState, ObservedCall
 
@@ -31,10 +32,16 @@ class MethodArguments:
 
 
 def run_call(call: ModelCall, past: Past | None = None) -> Tensor:
-    """Run the method of the layer on a call of the attention function; return [B, n_q, H, e]."""
+    """Run the method of the layer on a call of the attention function; return [B, n_q, H, e].
+
+    An observer gets the call instead, which then runs the model's own attention.
+    """
     assert call.settings is not None
     mask = call.mask.for_door(call.position_bias)
     given = MethodArguments(call.query, call.key, call.value, mask, call.mask.causal, call.scale, call.dropout)
+    if call.settings.observer is not None:
+        call.settings.observer(_observed(call.state, call.settings, given))
+        return exact(call, count=False)
     return run_method(call.state, call.settings, given, past).transpose(1, 2).contiguous()
 
 
@@ -46,18 +53,10 @@ def run_method(
 
     is_call: False for a sequence of a pack, which is a part of a call.
     """
-    query, key, value = given.query, given.key, given.value
-    refusals.check_dropout(state, settings, given.dropout)
-    rows = None
-    if state.cross and query.shape[2] == key.shape[2]:  # the mask is about the keys' sequence, not the queries'
-        rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-    call: dict[str, Any] = {
-        "attn_mask": given.mask, "dropout_p": given.dropout, "is_causal": given.is_causal, "scale": given.scale,
-        "query_mask": rows, "enable_gqa": query.shape[1] != key.shape[1], "streams": settings.streams(key.shape[1]),
-        "method": settings.method, "seed": settings.seed,
-    }  # fmt: skip
+    seen = _observed(state, settings, given)
+    query, key, value, call = seen.query, seen.key, seen.value, seen.call
     if settings.observer is not None:
-        settings.observer(ObservedCall(state.name, query, key, value, call))
+        settings.observer(seen)
         return attention(query, key, value, **{**call, "method": "exact"})
     try:
         if torch.compiler.is_compiling():  # calls in a graph are not counted
@@ -70,3 +69,18 @@ def run_method(
     lengths = count_valid_keys(given.mask, len(query), key.shape[2]) if valid is None else valid.amax(-1).tolist()
     settings.tally.add(settings.method, query, key, value, lengths, given.is_causal, facts, is_call=is_call)
     return found.output
+
+
+def _observed(state: LayerState, settings: LayerSettings, given: MethodArguments) -> ObservedCall:
+    """Return what `attention()` is to run, or raise if the method cannot drop weights as the model does."""
+    query, key = given.query, given.key
+    refusals.check_dropout(state, settings, given.dropout)
+    rows = None
+    if state.cross and query.shape[2] == key.shape[2]:  # the mask is about the keys' sequence, not the queries'
+        rows = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    call: dict[str, Any] = {
+        "attn_mask": given.mask, "dropout_p": given.dropout, "is_causal": given.is_causal, "scale": given.scale,
+        "query_mask": rows, "enable_gqa": query.shape[1] != key.shape[1], "streams": settings.streams(key.shape[1]),
+        "method": settings.method, "seed": settings.seed,
+    }  # fmt: skip
+    return ObservedCall(state.name, query, key, given.value, call)

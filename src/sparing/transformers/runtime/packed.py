@@ -18,6 +18,7 @@ from sparing.functional import attention
 from sparing.packed import cut_sequence, read_offsets
 from sparing.transformers.packing import PackedBatch
 from sparing.transformers.runtime import refusals
+from sparing.transformers.runtime.masks import is_padding
 from sparing.transformers.runtime.method import MethodArguments, run_method
 from sparing.transformers.state import LayerSettings, LayerState
 
@@ -34,11 +35,13 @@ def run_packed(
     """
     refusals.check_dropout(state, settings, given.dropout)
     if settings.exact and mask_of is None and settings.observer is None:
-        settings.tally.exact_calls += 1
-        return attention(
+        out = attention(
             given.query, given.key, given.value, dropout_p=given.dropout, is_causal=given.is_causal, scale=given.scale,
             enable_gqa=given.query.shape[1] != given.key.shape[1], cu_seqlens=offsets,
         )  # fmt: skip
+        lengths = offsets.diff().tolist()
+        settings.tally.add(settings.method, given.query, given.key, given.value, lengths, given.is_causal, {})
+        return out
     places = list(pairwise(read_offsets(offsets, given.query, given.key)))
     longest = max(range(len(places)), key=lambda i: places[i][1] - places[i][0])
     parts = []
@@ -55,8 +58,7 @@ def run_packed(
 def run_batch(state: LayerState, settings: LayerSettings, given: MethodArguments, batch: PackedBatch) -> Tensor:
     """Run the method on a batch whose padding was removed. given.mask: as the padded model made it, or None."""
     mask = given.mask
-    plain = mask is None or (mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0))
-    cut = None if plain or mask is None else lambda number: batch.cut_mask(mask, number)
+    cut = None if mask is None or is_padding(mask) else lambda number: batch.cut_mask(mask, number)
     return run_packed(state, settings, given, batch.cu_seqlens, cut)
 
 

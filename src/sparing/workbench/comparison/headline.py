@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN, UNTIMED, is_faster
-from sparing.workbench.timing import Interval
+from sparing.workbench.timing import MARGIN, Interval
 
 
 class Judged(Protocol):
@@ -36,11 +36,16 @@ K = TypeVar("K", bound=Judged)
 
 
 def fastest(rows: Iterable[J], verdict: str = FASTER) -> J | None:
-    """Return the row of this verdict that makes the model fastest, exact attention apart; None: there is none.
+    """Return the row of this verdict that makes the model fastest; None: there is none.
 
-    Of generation, a row at a longer context comes first.
+    Of generation, a row at a longer context comes first. An approximation must be faster than exact attention by more
+    than noise, if that is a row of this verdict.
     """
-    return max((row for row in rows if row.verdict == verdict and not _is_exact(row)), key=_rank, default=None)
+    found = [row for row in rows if row.verdict == verdict]
+    best, exact = max(found, key=_rank, default=None), next(filter(is_exact, found), None)
+    if best is None or best.speed is None or exact is None or exact.speed is None:
+        return best
+    return best if best.speed.median > MARGIN * exact.speed.median else exact
 
 
 def recommended(generation: Iterable[J], rows: Iterable[K]) -> J | K | None:
@@ -50,7 +55,7 @@ def recommended(generation: Iterable[J], rows: Iterable[K]) -> J | K | None:
 
 def safe_but_slower(generation: Iterable[J], rows: Iterable[K]) -> J | K | None:
     """Return the fastest of what is safe, where nothing that is safe is faster."""
-    return fastest(generation, SLOWER) or fastest(rows, SLOWER)
+    return fastest(generation, SLOWER) or fastest([row for row in rows if not is_exact(row)], SLOWER)
 
 
 def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) -> str:
@@ -61,9 +66,9 @@ def headline(generation: Iterable[Judged], rows: Iterable[Judged], kind: str) ->
         return f"Turn on {best.method.partition('(')[0]}{_where(best, generation, kind)}: {_times(best.speed)}"
     longest = max((row.context for row in generation), default=0)
     asked = [*(row for row in generation if row.context == longest), *rows]
-    if any(row.verdict == UNTIMED and not _is_exact(row) for row in asked):
+    if any(row.verdict == UNTIMED for row in asked):
         return "Cannot tell: this machine is busy"
-    if any(row.verdict == UNKNOWN and _is_faster(row) for row in asked):
+    if any(row.verdict == UNKNOWN and is_faster(row.speed, row.disturbed) for row in asked):
         return "Cannot tell yet"
     return "Keep exact attention"
 
@@ -86,11 +91,8 @@ def _rank(row: Judged) -> tuple[int, float]:
     return row.context, 0.0 if row.speed is None else row.speed.median
 
 
-def _is_faster(row: Judged) -> bool:
-    return is_faster(row.speed, row.disturbed) and not _is_exact(row)
-
-
-def _is_exact(row: Judged) -> bool:
+def is_exact(row: Judged) -> bool:
+    """Return whether a row is sparing's exact attention, which changes a model by rounding alone."""
     return row.method.partition("(")[0] == "exact"
 
 

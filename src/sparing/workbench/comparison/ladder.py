@@ -6,11 +6,12 @@ from sparing.contract import method
 
 
 def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
-    """Return specs for documents of so many tokens: cheap budgets first in each method, oracles last."""
+    """Return specs for documents of so many tokens: sparing's exact attention first, oracles last."""
     few, some, many = (max(length // part, 1) for part in (32, 8, 2))
     windows = [max(size // 2 * 2, 2) for size in ((some, length // 4, many) if causal else (some, many))]
     if causal:
         specs = [
+            "exact",
             *(f"window(size={size}, sinks=4)" for size in windows),
             "key_clusters(clusters=32, keys=300, window=0, sinks=4, cap=8, steps=6, tolerance=0.0036)",
             *(f"multipole(tolerance={tolerance})" for tolerance in (0.01, 0.001)),
@@ -20,6 +21,7 @@ def ladder(length: int, *, causal: bool) -> tuple[str, ...]:
         ]
     else:
         specs = [
+            "exact",
             *(f"window(size={size}, sinks=1)" for size in windows),
             *(f"nystrom(landmarks={count})" for count in (16, 64, 128) if count <= many),
             *(f"lsh(rounds=4, chunk={size})" for size in (16, 32, 64)),

@@ -15,6 +15,7 @@ from sparing.contract import method as _method
 from sparing.functional import attention, inspect
 from sparing.models import Subject
 from sparing.transformers.watch import ObservedCall, approximate_prompts, observe_calls
+from sparing.workbench.calls import exact_side
 from sparing.workbench.metrics import rank_correlation
 from sparing.workbench.outputs import Digest, digest, end_of, nearest
 
@@ -52,7 +53,7 @@ def quality(
     pairs: Sequence[Tensor] | None = None,
     types: Sequence[Tensor] | None = None,
 ) -> Quality:
-    """Run each document [n] twice, unpadded: with exact attention, observing every layer, and with the method.
+    """Run each document [n] twice, unpadded: with the model's own attention, which is observed, and with the method.
 
     The output of the second run is compared with that of the first.
 
@@ -100,7 +101,10 @@ class ErrorObserver:
         def run(method: str | Method, value: Any) -> Tensor:
             return attention(seen.query, seen.key, value, **{**seen.call, "method": method}).double()
 
-        exact = run("exact", seen.projected)
+        if self.method.name == "exact":  # which is what `run` takes as exact
+            exact = exact_side(seen, with_values=False)().double()
+        else:
+            exact = run("exact", seen.projected)
         value = seen.value if self.method.supports.projection else seen.projected
         noted = inspect(seen.query, seen.key, value, brief=True, **{**seen.call, "method": self.method})
         found = noted.output.double()

@@ -101,11 +101,7 @@ def verdict(spec: str, change: Estimate | None, time: Seconds, tolerance: float)
     holds, reason = within(change, tolerance, "change", "document")
     if holds is not True:
         return (UNSAFE, "") if holds is False else (UNKNOWN, reason)
-    return timed_verdict(_faster(spec, time), time.disturbed)
-
-
-def _faster(spec: str, time: Seconds | None) -> bool:
-    return time is not None and is_faster(time.model, time.disturbed) and _method(spec).name != "exact"
+    return timed_verdict(is_faster(time.model, time.disturbed), time.disturbed)
 
 
 def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Row:
@@ -117,7 +113,7 @@ def with_facts(row: Row, facts: FactCount | None, tolerance: float | None) -> Ro
     change = row.change
     if tolerance is not None and facts is not None:
         change = facts.lost
-        word, said = timed_verdict(_faster(row.method, row.time), row.disturbed)
+        word, said = timed_verdict(is_faster(row.speed, row.disturbed), row.disturbed)
         row = replace(row, verdict=word, reason=said)
     if holds is not True:
         row = replace(row, verdict=UNKNOWN if holds is None else UNSAFE, reason=reason)

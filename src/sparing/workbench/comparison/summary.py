@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparing.contract import method as _method
-from sparing.workbench.comparison.headline import fastest
-from sparing.workbench.comparison.judgement import SLOWER, UNKNOWN, UNSAFE, UNTIMED, is_faster
+from sparing.workbench.comparison.headline import fastest, is_exact
+from sparing.workbench.comparison.judgement import FASTER, SLOWER, UNKNOWN, UNSAFE, UNTIMED, is_faster
 from sparing.workbench.comparison.seconds import PaddingSeconds
 from sparing.workbench.comparison.verdict import Row
 
@@ -19,12 +18,14 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     if best is not None:
         assert best.change is not None
         assert best.speed is not None
+        if is_exact(best):
+            return f"{on}, {_exact_wins(best, rows, within)}"
         return (
             f"{on}, {best.method} is {best.speed.median:.2f}x as fast as the exact model here, and {within}: "
             f"{best.change.mean:.2%} on average."
         )
     judged = (SLOWER, UNTIMED, UNKNOWN, UNSAFE)
-    tried = [row for row in rows if row.verdict in judged and _method(row.method).name != "exact"]
+    tried = [row for row in rows if row.verdict in judged and not is_exact(row)]
     safe = [row for row in tried if row.verdict == SLOWER]
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
@@ -54,6 +55,19 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
         return f"{on} keep exact attention: no setting is known to stay {within}{slower}. {best.method}: {best.reason}."
     kept = " and keeps the facts of its context" if any(row.facts is not None for row in tried) else ""
     return f"{on} keep exact attention: no setting stays {within}{kept}."
+
+
+def _exact_wins(best: Row, rows: Sequence[Row], within: str) -> str:
+    """Say that sparing's exact attention is faster than the model's own, and that no approximation is by more."""
+    assert best.speed is not None
+    tried = [row for row in rows if row.verdict in (FASTER, SLOWER, UNKNOWN, UNSAFE) and not is_exact(row)]
+    safe = [row for row in tried if row.verdict in (FASTER, SLOWER)]
+    stay = f"{_stay(len(safe), len(tried))} {within}, and none" if safe else f"no setting is known to stay {within} and"
+    more = f" Of the approximations, {stay} is faster than that." if tried else ""
+    return (
+        f"sparing's exact attention is {best.speed.median:.2f}x as fast as the model's own here, with the same results "
+        f"but for rounding.{more}"
+    )
 
 
 def padding_sentence(found: PaddingSeconds | None, batch: int, padding: float) -> str:

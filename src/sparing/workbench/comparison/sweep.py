@@ -134,7 +134,7 @@ class Sweep:
 
     def points(self) -> dict[str, tuple[RacePoint, ...]]:
         """Race the middle layer's calls at growing lengths, until a round takes too long."""
-        racers = [spec for spec in self.specs if not _method(spec).oracle and _method(spec).name != "exact"]
+        racers = [spec for spec in self.specs if not _method(spec).oracle]
         found: dict[str, list[RacePoint]] = {spec: [] for spec in racers}
         seen: list[ObservedCall] = []  # filled when it is first needed
         for length in LENGTHS if racers else ():
@@ -227,7 +227,7 @@ def fragile(found: Qualities) -> list[tuple[str, int, int]]:
     """Return the heads with the largest errors, one per layer: name of the layer, its index, head."""
     totals: dict[tuple[str, int, int], float] = {}
     for spec, (first, *_) in found.items():
-        if "refused" in first or _method(spec).oracle:
+        if "refused" in first or _method(spec).oracle or _method(spec).name == "exact":
             continue
         for number, layer in enumerate(first["layers"]):
             for head, error in enumerate(layer["heads"]):

@@ -187,7 +187,7 @@ class GenerationPlanner:
             if not holds:
                 return self._result(words.token_not_held(seen, self.promise, self.metric), {}, found, cases, context)
             with approximate(self.subject.model, spec, seed=self.seed, when=self.when) as handle:
-                layers = dict(handle.recipe.layers)
+                layers = {name: each for name, each in handle.recipe.layers.items() if each is not None}
             return self._result("", layers, {**found, "step": step}, cases, context)
         return self._result(words.no_mild(found["calibration"], self.metric), {}, found, cases, context)
 

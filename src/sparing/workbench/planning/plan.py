@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sparing.contract import Method
 from sparing.contract import method as _method
 from sparing.documents import Documents
 from sparing.models import Subject
@@ -126,7 +127,7 @@ def plan(
     store.prepare()
     chosen = _metric(given.subject, metric)
     causal = given.subject.kind == "language model"
-    specs = named or [spec for spec in ladder(given.tokens, causal=causal) if not _method(spec).oracle]
+    specs = named or [spec for spec in ladder(given.tokens, causal=causal) if _can_be_planned(_method(spec))]
     with reporting(progress) as tell, evaluating(given.subject.model):
         goal = PlanGoal(promise, chosen, objective, seed, rounds, keep)
         return Planner(given, goal, store, here, tell).plan(specs, workers)
@@ -206,13 +207,17 @@ def _metric(subject: Subject, name: str | None) -> Metric:
     return known[name] if name is not None else next(iter(known.values()))
 
 
+def _can_be_planned(method: Method) -> bool:
+    return not method.oracle and method.name != "exact"
+
+
 def _usable(methods: Sequence[str]) -> list[str]:
     """Return the specs without repetitions; raise for oracles, or if nothing is left."""
     asked = [_method(spec) for spec in methods]
     oracles = [str(method) for method in asked if method.oracle]
     if oracles:
         raise ValueError(f"methods: {oracles[0]} is an oracle, which needs the exact result; it cannot be planned")
-    specs = list(dict.fromkeys(str(method) for method in asked if method.name != "exact"))
+    specs = list(dict.fromkeys(str(method) for method in asked if _can_be_planned(method)))
     if not specs:
         raise ValueError("methods is empty; name at least one, such as 'window(size=64, sinks=1)'")
     return specs

@@ -111,7 +111,9 @@ class Plan:
             else (f"Gain: {self.gain.median:.2f}x ({self.gain.low:.2f} to {self.gain.high:.2f}).",)
         )
         kept = (f"Promise: {self.promised}.",) if self.holds else ()
-        return block(self.reason, *kept, *gain) + table(["layer", "method"], list(self.recipe.layers.items()))
+        return block(self.reason, *kept, *gain) + table(
+            ["layer", "method"], [[layer, spec or ""] for layer, spec in self.recipe.layers.items()]
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return a flat dictionary for each layer, as `pandas.DataFrame` takes them."""
