@@ -47,8 +47,11 @@ class Yoso(Method):
     1e-12 has no direction: its codes are 0, f takes x = 0, and it gets no gradient.
 
     hashes: number of hashes that B is averaged over.
-    bits: number of bits of a code, 1 to 16; None takes log2 of the number of valid keys, rounded up. A causal call on
-        a prefix then uses other codes than one on the whole sequence; set `bits` where prefixes must agree.
+    bits: number of bits of a code, 1 to 16. In a module or model that states its longest input (`max_length`,
+        `max_position_embeddings`), None takes log2 of that, to the nearest integer, for every input, as the paper does.
+        In a bare call, and in a model that states none, None takes log2 of the number of valid keys, rounded up. A
+        causal call on a prefix then uses other codes than one on the whole sequence; set `bits` where prefixes must
+        agree.
     expectation: use f itself instead of B (the paper's YOSO-E); the cost is quadratic.
     normalize: "l2" divides each row by its norm, "sum" by the sum of its weights, "none" not at all.
     hash: "hadamard" draws hyperplanes from randomly signed Hadamard matrices, "gaussian" from the normal law, which is
@@ -91,6 +94,12 @@ class Yoso(Method):
         return beside_convolution(
             replace(type(self).supports, stochastic=sampled, native_16bit=sampled), self.convolution
         )
+
+    def for_length(self, max_length: int | None) -> Method:
+        """Fix the bits by the longest input of the model: as the paper sets tau once, 9 for 512 tokens."""
+        if self.bits is not None or max_length is None:
+            return self
+        return replace(self, bits=min(max(round(math.log2(max_length)), 1), _MOST_BITS))  # RoBERTa states 514 for 512
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.convolution is not None:

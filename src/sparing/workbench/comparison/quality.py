@@ -98,11 +98,11 @@ class ErrorObserver:
 
     def __call__(self, seen: ObservedCall) -> None:
         def run(method: str | Method, value: Any) -> Tensor:
-            return attention(seen.query, seen.key, value, **{**seen.call, "method": method}).double()
+            return attention(seen.query, seen.key, value, **seen.with_method(method)).double()
 
         exact = run("exact", seen.projected)
         value = seen.value if self.method.supports.projection else seen.projected
-        noted = inspect(seen.query, seen.key, value, brief=True, **{**seen.call, "method": self.method})
+        noted = inspect(seen.query, seen.key, value, brief=True, **seen.with_method(self.method))
         found = noted.output.double()
         own = found if self.target is None else run(self.target, seen.projected)
         scale = max(float(exact.norm()), 1e-300)
