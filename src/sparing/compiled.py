@@ -42,6 +42,20 @@ def spec_of(chosen: str | Method) -> str | None:
     return str(found) if list_methods().get(found.name) is type(found) else None
 
 
+def for_length(chosen: Method, max_length: int | None) -> str | Method:
+    """Return the setting of a method in a model made for inputs of that length: its spec string while tracing."""
+    if torch.compiler.is_compiling() and (spec := _spec_for_length(chosen, max_length)) is not None:
+        return spec
+    return chosen.for_length(max_length)
+
+
+@run_while_tracing
+def _spec_for_length(chosen: Method, max_length: int | None) -> str | None:
+    """Return the spec string of a setting that the length changes; None where it changes nothing."""
+    found = chosen.for_length(max_length)
+    return None if found is chosen else spec_of(found)
+
+
 def _value(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Projection:
     return value if weight is None else Projection(value, weight, bias)
 

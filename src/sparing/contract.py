@@ -158,6 +158,13 @@ class Method:
         """Return what this setting supports, where it differs from the class's; read it as `method.supports`."""
         return type(self).supports
 
+    def for_length(self, max_length: int | None) -> Method:
+        """Return the setting that runs in a model made for inputs of up to max_length tokens; None: it does not say.
+
+        Modules and models call it for each call, so that all inputs of a model, short or long, run the same setting.
+        """
+        return self
+
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Compute the specification: q (B, H, n_q, d), k (B, H, n_k, d), v (B, H, n_k, e) -> (B, H, n_q, e)."""
         raise NotImplementedError

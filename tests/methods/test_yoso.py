@@ -53,6 +53,15 @@ def test_bits_follow_the_number_of_valid_keys():
     assert facts["query_codes"].amax((1, 2, 3)).tolist() == [63, 15, 1]
 
 
+def test_bits_follow_the_longest_input_of_a_model():
+    for longest, bits in ((1, 1), (2, 1), (64, 6), (77, 6), (512, 9), (514, 9), (4096, 12), (4098, 12), (10**9, 16)):
+        assert Yoso(hashes=1).for_length(longest) == Yoso(hashes=1, bits=bits), f"{longest} tokens"
+    assert Yoso(bits=3).for_length(512) == Yoso(bits=3)
+    assert Yoso().for_length(None) == Yoso()
+    other = sparing.method("nystrom")
+    assert other.for_length(512) is other
+
+
 @pytest.mark.parametrize("d", [1, 20, 48, 80, 96, 128])
 @pytest.mark.parametrize("hashes", [1, 33])
 def test_any_width_and_number_of_hashes(d, hashes):

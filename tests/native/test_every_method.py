@@ -23,6 +23,8 @@ WITHOUT = {  # settings of methods with kernels that run on PyTorch
     "yoso(expectation=True)",
     "yoso(expectation=True, bits=5, normalize=none, gradient=exact)",
     "yoso(expectation=True, normalize=sum, gradient=exact)",
+    "yoso(expectation=True, bits=5, unit=lift, normalize=none, gradient=exact)",
+    "yoso(expectation=True, bits=5, unit=lift, temperature=9.0, normalize=sum, gradient=exact)",
     "kernel",
     "kernel(kind=poly)",
     "kernel(kind=poly, degree=4)",

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import sparing
 from sparing import Unsupported
-from sparing.nn import CausalLM, Classifier, Decoder, DualTower, Encoder, MaskedLM, Pretraining
+from sparing.nn import CausalLM, Classifier, Decoder, DualTower, Encoder, MaskedLM, MultiheadAttention, Pretraining
 
 TRAINED = [
     "exact", "yoso(hashes=8)", "skyformer(landmarks=8)", "linformer(rank=8)", "nystrom(landmarks=8)", "kernelized",
@@ -145,3 +146,39 @@ def test_bad_input(make, said):
 def test_what_a_method_cannot_do_is_refused_before_the_first_step(make, said):
     with pytest.raises(Unsupported, match=said):
         make()
+
+
+def test_the_bits_of_yoso_are_those_of_the_longest_input():
+    """The paper sets tau once, from the model's maximum length."""
+    torch.manual_seed(1)
+    model, fixed = (
+        Encoder(20, length=64, width=16, method=f"yoso(hashes=8{bits})").eval() for bits in ("", ", bits=6")
+    )
+    fixed.load_state_dict(model.state_dict())
+    for n in (5, 12, 64):
+        given = tokens(2, n)
+        torch.testing.assert_close(model(given), fixed(given), rtol=0, atol=0)
+    assert str(model.layers[0].attention.method) == "yoso(hashes=8)"
+    given = tokens(2, 12)
+    before = model(given)
+    model.extend_positions(1000)
+    for layer in fixed.layers:
+        layer.attention.method = sparing.method("yoso(hashes=8, bits=10)")
+    assert not torch.equal(model(given), before)
+    assert torch.equal(model(given), fixed(given))
+
+
+def test_a_layer_that_states_no_length_takes_the_bits_of_its_keys():
+    torch.manual_seed(1)
+    made = [
+        MultiheadAttention(16, 2, batch_first=True, method=f"yoso(hashes=8{bits})", max_length=longest, seed=0)
+        for bits, longest in (("", None), (", bits=4", None), ("", 64))
+    ]
+    for layer in made[1:]:
+        layer.load_state_dict(made[0].state_dict())
+    x = torch.randn(2, 12, 16)
+    bare, four, long = (layer(x, x, x)[0] for layer in made)
+    assert torch.equal(bare, four)
+    assert not torch.equal(bare, long)
+    compiled = torch.compile(made[2], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, x, x)[0], long)

@@ -168,6 +168,10 @@ ROWS = [
     Row("yoso(expectation=True)", skip=_NO_DERIVATIVE),
     Row("yoso(expectation=True, bits=5, normalize=none, gradient=exact)"),
     Row("yoso(expectation=True, normalize=sum, gradient=exact)"),
+    Row("yoso(hashes=8, unit=lift)", skip=_NO_DERIVATIVE),
+    Row("yoso(hashes=7, bits=4, unit=lift, temperature=5.0, normalize=none)", skip=_NO_DERIVATIVE),
+    Row("yoso(expectation=True, bits=5, unit=lift, normalize=none, gradient=exact)"),
+    Row("yoso(expectation=True, bits=5, unit=lift, temperature=9.0, normalize=sum, gradient=exact)"),
     Row(
         "lsh(rounds=2, chunk=4)",
         budgets=("lsh(rounds=1, chunk=4)", "lsh(rounds=4, chunk=4)", "lsh(rounds=16, chunk=4)"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparing.compiled import for_length
 from sparing.contract import Method, Projection, Unsupported
 from sparing.contract import method as _method
 from sparing.draws import check_seed
@@ -25,7 +26,8 @@ class MultiheadAttention(nn.Module):
     inference path, which would replace the method, is not taken.
 
     method: a `Method` or its spec string.
-    max_length: the longest key sequence, for methods whose learned state depends on it (linformer).
+    max_length: the longest key sequence that the layer is made for: methods whose learned state depends on it need it
+        (linformer), and `yoso` takes the number of its bits from it.
     seed: fixes all random choices, those of dropout too. None makes new choices at each call in training; in evaluation
         it uses one number, `evaluation_seed`, which is drawn from torch's generator when the layer is made, and saved
         with it. Layers of one model should not share a seed; copies of a layer do.
@@ -79,6 +81,7 @@ class MultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.dropout, self.batch_first, self.add_zero_attn, self.seed = dropout, batch_first, add_zero_attn, seed
+        self.max_length = max_length
 
         def weight(rows: int, width: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, width, **made))
@@ -163,7 +166,7 @@ class MultiheadAttention(nn.Module):
             "attn_mask": mask,
             "dropout_p": self.dropout if self.training else 0.0,
             "is_causal": is_causal,
-            "method": self.method,
+            "method": for_length(self.method, self.max_length),
             "seed": seed if seed is not None or not need_weights else int(torch.randint(2**63 - 1, ())),
         }
         if not self_attention and q.shape[2] == k.shape[2]:

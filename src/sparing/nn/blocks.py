@@ -138,12 +138,18 @@ class Encoder(nn.Module):
         return x if mask is None else x * mask[..., None]
 
     def extend_positions(self, length: int) -> None:
-        """Extend the learned positions to longer inputs by repeating them, as Longformer did."""
+        """Extend the learned positions to longer inputs by repeating them, as Longformer did.
+
+        It is then the length that the model is made for: `yoso` without `bits` takes log2 of it from now on.
+        """
         if length < self.length:
             raise ValueError(f"length={length} is less than the {self.length} positions that there are")
         for layer in self.layers:
             if isinstance(layer, Block) and layer.attention.method.name == "linformer":
                 raise Unsupported("linformer has learned a projection of its length; train it anew for longer inputs")
+        for layer in self.layers:
+            if isinstance(layer, Block):
+                layer.attention.max_length = length
         old = self.positions.weight
         rows = torch.arange(length, device=old.device) % self.length
         self.positions = nn.Embedding.from_pretrained(old.detach()[rows].clone(), freeze=not old.requires_grad)

@@ -6,7 +6,18 @@ budget. The functions below are their mathematics, for any weights and values.
 """
 
 from sparing.oracles.convex import caratheodory, ova_objective, value_aware
+from sparing.oracles.hash_sampling import bernoulli_weights, one_per_table_weights, union_weights
 from sparing.oracles.sampling import Sampled
 from sparing.oracles.selection import TopKeys, ValueAware
 
-__all__ = ["Sampled", "TopKeys", "ValueAware", "caratheodory", "ova_objective", "value_aware"]
+__all__ = [
+    "Sampled",
+    "TopKeys",
+    "ValueAware",
+    "bernoulli_weights",
+    "caratheodory",
+    "one_per_table_weights",
+    "ova_objective",
+    "union_weights",
+    "value_aware",
+]

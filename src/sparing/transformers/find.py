@@ -33,6 +33,7 @@ class AttentionLayer:
     index: int  #: position in the list that `find` returns
     stream: int  #: the layer's number in the model, which selects its random streams
     module: nn.Module
+    config: Any  #: the config of its model, or of the part of a model that it belongs to
     configs: tuple[Any, ...]  #: the configs that decide how it is run and which mask it gets
     causal: bool
     cross: bool
@@ -150,7 +151,8 @@ def _describe(
     causal = causal and getattr(config, "is_causal", True) is not False
     value = next((n for n in _VALUE_LAYERS if _is_plain_linear(getattr(module, n, None))), None)
     return AttentionLayer(
-        name=name, index=index, stream=index, module=module, configs=tuple(configs) if hooked else (),
+        name=name, index=index, stream=index, module=module,
+        config=next(iter(configs), None), configs=tuple(configs) if hooked else (),
         causal=causal and not cross, cross=cross, window=_window(module, config), value=value, family=family,
         biased=(not cross and _adds_bias(module)) or (family is not None and family.biased), unsupported=unsupported,
     )  # fmt: skip

@@ -251,6 +251,7 @@ def _states(places: list[AttentionLayer]) -> list[LayerState]:
     for layer in places:
         state = state_of(layer.module) or LayerState(layer.name)
         state.name, state.cross, state.value_name, state.window = layer.name, layer.cross, layer.value, layer.window
+        state.config = layer.config
         state.set_configs(layer.configs)
         states.append(state)
     return states

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sparing.compiled import run_while_tracing
 from sparing.contract import Method, Projection
+from sparing.contract import method as _method
 from sparing.methods.exact import Exact
 from sparing.transformers.packing import PackedBatch, Packing
 from sparing.transformers.reasons import Reason
@@ -39,6 +40,11 @@ class ObservedCall(NamedTuple):
     key: Tensor
     value: Tensor | Projection
     call: dict[str, Any]
+    max_length: int | None = None  #: the longest input that the model is made for
+
+    def with_method(self, method: str | Method) -> dict[str, Any]:
+        """Return the arguments of the call with another method, in the setting that the layer would run."""
+        return {**self.call, "method": _method(method).for_length(self.max_length)}
 
     @property
     def projected(self) -> Tensor:
@@ -99,6 +105,7 @@ class LayerState:
     name: str
     cross: bool = False  #: the keys come from another sequence
     value_name: str | None = None  #: the name of the layer's linear layer of the values
+    config: Any = None  #: the config of the layer's model, which states how long inputs may be
     window: int | None = None  #: width of the window that the layer's mask sets, in tokens
     stack: list[LayerSettings] = field(default_factory=list)
     configs: list[ConfigState] = field(default_factory=list)
@@ -115,6 +122,16 @@ class LayerState:
     def settings(self) -> LayerSettings | None:
         """What the layer runs while its config names sparing; None for exact attention."""
         return self.stack[-1] if self.stack else None
+
+    @property
+    @run_while_tracing
+    def max_length(self) -> int | None:
+        """The longest input that the model is made for, or None if its config does not say.
+
+        RoBERTa's config, and those of its descendants, count two positions more.
+        """
+        found = getattr(self.config, "max_position_embeddings", None)
+        return found if type(found) is int and found > 0 else None
 
     @property
     def active(self) -> bool:

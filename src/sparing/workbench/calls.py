@@ -35,7 +35,7 @@ def exact_side(seen: ObservedCall, *, with_values: bool) -> Callable[[], Tensor]
 def method_side(seen: ObservedCall, method: Method) -> Side:
     """Return a call of the method on the same inputs."""
     value = seen.value if samples_values(method, seen) else seen.projected
-    call = {**seen.call, "method": method}
+    call = seen.with_method(method)
     return lambda: attention(seen.query, seen.key, value, **call)
 
 

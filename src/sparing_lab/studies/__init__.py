@@ -15,6 +15,7 @@ NAMES = (
     "yoso-collision",
     "yoso-attention",
     "yoso-error",
+    "yoso-sampling",
     "yoso-efficiency",
     "value-aware-oracles",
     "value-aware-example",

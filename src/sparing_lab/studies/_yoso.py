@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparing.documents import default
+from sparing.methods.yoso.method import Yoso
 from sparing.transformers.watch import ObservedCall, observe_calls
 from sparing_lab.studies._layers import loaded
 from sparing_lab.studies.study import Settings
@@ -41,6 +42,13 @@ def layers(name: str, length: int) -> tuple[ObservedCall, ...]:
     with torch.no_grad(), observe_calls(model.model, "yoso", found.append):
         model.run(ids)
     return tuple(found)
+
+
+def bits_of(seen: ObservedCall) -> int:
+    """Return the bits of the layer's codes: its model's, as the paper sets them once, else those of a bare call."""
+    method = seen.call.get("method")
+    bits = method.bits if isinstance(method, Yoso) else None
+    return bits or max((seen.key.shape[-2] - 1).bit_length(), 1)
 
 
 def spread(items: tuple[ObservedCall, ...], count: int) -> list[tuple[int, ObservedCall]]:

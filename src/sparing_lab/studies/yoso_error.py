@@ -9,10 +9,9 @@ import torch
 
 from sparing.functional import attention
 from sparing.transformers.watch import ObservedCall
-from sparing.workbench.benchmark.workload import AttentionInputs, clustered
 from sparing_lab.figure import Figure, legend_below, line, log_ticks, panels
-from sparing_lab.studies._yoso import layers, models, relative, spread, text
-from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_most, exponent, falls
+from sparing_lab.studies._yoso import bits_of, layers, models, relative, spread, text
+from sparing_lab.studies.judges import Judge, NotRun, at_most, each, exponent, falls
 from sparing_lab.studies.rows import Cell, Row, Rows, curve, curves, distinct, pick, power, span
 from sparing_lab.studies.study import Claim, Settings, Study
 from sparing_lab.studies.tables import Table, pivot, shown
@@ -20,11 +19,15 @@ from sparing_lab.studies.tables import Table, pivot, shown
 HASHES = (16, 32, 64, 128)
 LENGTHS: dict[str, Sequence[int]] = {"minilm": (128, 256, 512), "smollm2": (128, 256, 512, 1024, 2048)}
 PAPER_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-SYNTHETIC = ("clustered", "independent")
+#: Synthetic data: by name, the cosine of a query and its own topic's keys; 0 for independent normal numbers.
+SYNTHETIC = {"topics, cosine 0.9": 0.9, "topics, cosine 0.7": 0.7, "topics, cosine 0.5": 0.5, "independent": 0.0}
+TOPICS = 16
 FIXED = 9  #: bits that do not grow with the length: log2 of 512
+MODEL = "model"  #: the bits that the model runs at any length, log2 of the longest input that it is made for
 DRAWS = {"small": 2, "paper": 10}
 LAYERS = {"small": 4, "paper": 12}
 DRAWN = 64  #: number of hashes of the curves in the figure
+NAMES = {None: ", log2(n) bits", FIXED: f", {FIXED} bits", MODEL: ", its bits"}
 HEADS, WIDTH = 4, 64  #: shape of synthetic data
 NORMS = {"L-infinity": float("inf"), "L2": 2.0}
 FLAT, SLOW = 0.05, 0.15  #: exponents over the length: 1.19 and 1.68 times for 32 times the length
@@ -37,7 +40,7 @@ def _cells(settings: Settings) -> list[Cell]:
     for name in models(settings, "minilm", "smollm2"):
         at = {"layers": many, "text": text()[1], **of}
         for length in LENGTHS.get(name, PAPER_LENGTHS) if settings.small else PAPER_LENGTHS:
-            for bits in (None, FIXED):  # one after the other: a model's layers are kept until others are asked for
+            for bits in (MODEL, None):  # one after the other: a model's layers are kept until others are asked for
                 cells.append({"data": name, "trained": True, "length": length, "bits": bits, **at})
     for data in SYNTHETIC:
         for length in LENGTHS["smollm2"] if settings.small else PAPER_LENGTHS:
@@ -52,8 +55,9 @@ def _measure(settings: Settings, cell: Cell) -> list[Row]:
             for q, k, v in [(x[:, :, : cell["length"]] for x in (seen.query, seen.key, seen.projected))]
         ]  # fmt: skip
     else:
-        calls = [synthetic(cell["data"], cell["length"])]
-    return errors(calls, cell["hashes"], cell["draws"], cell["bits"])
+        calls = [synthetic(SYNTHETIC[cell["data"]], cell["length"])]
+    bits = bits_of(calls[0]) if cell["bits"] == MODEL else cell["bits"]
+    return errors(calls, cell["hashes"], cell["draws"], bits)
 
 
 def _seen(settings: Settings, cell: Cell) -> tuple[ObservedCall, ...]:
@@ -63,15 +67,17 @@ def _seen(settings: Settings, cell: Cell) -> tuple[ObservedCall, ...]:
     return layers(cell["data"], cell["length"])
 
 
-def synthetic(data: str, length: int) -> ObservedCall:
-    """Return tokens in 16 topics, whose similarity does not depend on the length, or independent normal numbers."""
-    if data == "clustered":
-        inputs = clustered(1, HEADS, length, WIDTH)
-    else:
-        random = torch.Generator().manual_seed(0)
-        q, k, v = torch.randn(3, 1, HEADS, length, WIDTH, generator=random).unbind(0)
-        inputs = AttentionInputs(q=q, k=k, v=v)
-    return ObservedCall(data, inputs.q, inputs.k, inputs.v, {})
+def synthetic(cosine: float, length: int) -> ObservedCall:
+    """Return tokens in TOPICS topics, whose similarity does not depend on the length.
+
+    cosine: of a query and a key of its topic, in the mean; 0: all are independent.
+    """
+    random = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, length, WIDTH, generator=random).unbind(0)
+    topics = torch.randn(1, HEADS, TOPICS, WIDTH, generator=random)
+    mine = topics[:, :, torch.randint(TOPICS, (length,), generator=random)]
+    q, k = (cosine**0.5 * mine + (1 - cosine) ** 0.5 * x for x in (q, k))
+    return ObservedCall("synthetic", q, k, v, {})
 
 
 @torch.no_grad()
@@ -104,7 +110,8 @@ def _flat(norm: str, data: str | None = None) -> Judge:
     """Judge whether the error on that data is flat; None: on all trained models that are not presets."""
 
     def figures(rows: Rows) -> dict[str, Any]:
-        mine = pick(rows, trained=True, bits=None) if data is None else pick(rows, data=data, bits=None)
+        bits = None if data in SYNTHETIC else MODEL
+        mine = pick(rows, trained=True, bits=bits) if data is None else pick(rows, data=data, bits=bits)
         mine = mine if data is not None else [row for row in mine if row["data"] not in LENGTHS]
         if not mine:
             raise NotRun(f"{data or 'a model of up to 4096 tokens'} is not looked at here: --scale or --model")
@@ -125,16 +132,24 @@ def _flat(norm: str, data: str | None = None) -> Judge:
     return Judge(figures, at_most(FLAT).of("size"), at_most(SLOW).of("size"), shows, of=about)
 
 
-_SLOWER = Criterion(
-    f"below those with {FIXED} bits", lambda found: all(found[None][many] < found[FIXED][many] for many in HASHES)
-)
+def _similarities(rows: Rows) -> dict[str, dict[Any, float]]:
+    """Return the largest exponents of the L2 error over the length, for data in topics and each choice of bits."""
+    return {
+        data: {bits: max(_powers(pick(rows, data=data, bits=bits), "L2").values()) for bits in (None, FIXED)}
+        for data, cosine in SYNTHETIC.items() if cosine
+    }  # fmt: skip
+
+
+_FLAT = each(f"at most {FLAT:g} with log2(n) bits", lambda found: found[None] <= FLAT)
+_SLOWER = each(f"below those with {FIXED} bits", lambda found: found[None] < found[FIXED])
 
 
 def _tables(rows: Rows) -> list[Table]:
     lengths = sorted(distinct(rows, "length"))
     named: dict[str, list[Row]] = {}
     for data in distinct(rows, "data"):
-        named |= {data: pick(rows, data=data, bits=None), f"{data}, {FIXED} bits": pick(rows, data=data, bits=FIXED)}
+        for bits in distinct(pick(rows, data=data), "bits"):
+            named[f"{data}{NAMES[bits]}"] = pick(rows, data=data, bits=bits)
 
     def table(norm: str) -> Table:
         def entry(line: tuple[str, int], column: Any) -> str:
@@ -152,9 +167,9 @@ def _draw(rows: Rows, figure: Figure) -> None:
     both = panels(figure, 1, 2, size=(5.6, 4.8))
     for axes, norm in zip(both, NORMS, strict=True):
         for number, name in enumerate(distinct(rows, "data")):
-            for bits, dash, fill in ((None, "-", "full"), (FIXED, "--", "none")):
-                found = curve(pick(rows, data=name, bits=bits, hash=DRAWN), "length", norm)
-                line(axes, found, f"{name}, {bits or 'log2(n)'} bits", number, linestyle=dash, fillstyle=fill)
+            for bits, (dash, fill) in {None: ("-", "full"), FIXED: ("--", "none"), MODEL: ("--", "none")}.items():
+                if found := curve(pick(rows, data=name, bits=bits, hash=DRAWN), "length", norm):
+                    line(axes, found, f"{name}{NAMES[bits]}", number, linestyle=dash, fillstyle=fill)
         log_ticks(axes, sorted(distinct(rows, "length")))
         title = f"{norm}, {DRAWN} hashes"
         axes.set(xlabel="length, tokens", ylabel="||N-YOSO - E|| / ||E||", title=title, ylim=(0, None))
@@ -171,22 +186,22 @@ STUDY = Study(
         Claim("minilm", "figure 5", "the same for MiniLM, 128 to 512 tokens, L-infinity", _PAPER,
               judge=_flat("L-infinity", "minilm")),
         Claim("minilm-l2", "figure 5", "the same for MiniLM in L2", _PAPER, judge=_flat("L2", "minilm")),
-        Claim("smollm2", "figure 5", "the same for SmolLM2, causal, 128 to 2048 tokens, L-infinity", _PAPER,
-              judge=_flat("L-infinity", "smollm2")),
-        Claim("smollm2-l2", "figure 5", "the same for SmolLM2 in L2", _PAPER, judge=_flat("L2", "smollm2")),
+        Claim("smollm2", "figure 5", "the same for a causal language model, SmolLM2, 128 to 2048 tokens, L-infinity",
+              "not looked at", judge=_flat("L-infinity", "smollm2"), ours=True),
+        Claim("smollm2-l2", "figure 5", "the same for SmolLM2 in L2", "not looked at", judge=_flat("L2", "smollm2"),
+              ours=True),
         Claim("bits", "section 6", "bits that grow as log2(n) keep the error from growing", "may be partly the cause",
               judge=Judge(
-                  lambda rows: {bits: _powers(pick(rows, data="clustered", bits=bits), "L2") for bits in (None, FIXED)},
-                  at_most(FLAT).of(None) & _SLOWER, _SLOWER,
-                  lambda found: f"exponents up to {max(found[None].values()):+.2f} with log2(n) bits, "
-                  f"{max(found[FIXED].values()):+.2f} with {FIXED}",
-                  of="exponents of the L2 error over the length for every number of hashes, synthetic topics of a "
-                  "similarity that does not change")),
+                  _similarities, _FLAT & _SLOWER, _SLOWER.once("for one similarity"),
+                  lambda found: f"with log2(n) bits, with {FIXED}: " + "; ".join(
+                      f"{data} {powers[None]:+.2f}, {powers[FIXED]:+.2f}" for data, powers in found.items()),
+                  of="largest exponent of the L2 error over the length for any number of hashes, synthetic topics of "
+                  "three similarities that do not change")),
         Claim("independent", "figure 5", "the error of independent normal q, k, v stays almost constant, too (ours)",
               "not looked at", judge=_flat("L2", "independent"), ours=True),
         Claim("hashes", "section 6", "the error falls with the number of hashes", "variance falls with the hashes",
               judge=Judge(
-                  lambda rows: curves(pick(rows, trained=True, bits=None), "hash", "L2", "data", "length"),
+                  lambda rows: curves(pick(rows, trained=True, bits=MODEL), "hash", "L2", "data", "length"),
                   falls() & exponent(-0.6, -0.4), falls(),
                   lambda found: f"exponents of the L2 error over the hashes {span(map(power, found.values()))}",
                   of="L2 error over the hashes, trained models, every length")),

@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from sparing.transformers.watch import ObservedCall
 from sparing_lab.studies import _yoso
 from sparing_lab.studies.study import Settings
-from sparing_lab.studies.yoso_error import FIXED, HASHES, NORMS, STUDY, errors, synthetic
+from sparing_lab.studies.yoso_error import FIXED, HASHES, MODEL, NORMS, STUDY, SYNTHETIC, errors, synthetic
 from tests.support import small_models
 from tests.support.verdicts import changed, shown, verdict
 
@@ -56,10 +57,12 @@ def test_an_error_that_grows_with_the_length_is_not(rows, key, data, norm, power
 
 
 def test_bits_that_do_not_help_are_told(rows):
-    def few(row):
-        return row["data"] == "clustered" and row["bits"] == FIXED
+    def fixed(row):
+        return row["data"] in SYNTHETIC and row["bits"] == FIXED
 
-    assert verdict(NAME, "bits", changed(rows, few, L2=0.5)) == "does not"
+    assert verdict(NAME, "bits", changed(rows, fixed, L2=0.5)) == "does not"
+    one = [{**row, "L2": 0.5} if fixed(row) and row["data"] != "topics, cosine 0.7" else row for row in rows]
+    assert verdict(NAME, "bits", one) == "same shape", "they help at one similarity"
     grown = [{**row, "L2": row["L2"] * row["length"] ** 0.2} for row in rows]
     assert verdict(NAME, "bits", grown) == "same shape"
 
@@ -83,10 +86,31 @@ def test_errors_are_those_of_the_formula():
 
 
 def test_more_hashes_and_the_expectation_come_together():
-    few, many = errors([synthetic("clustered", 64)], [8, 512], 1, None)
+    few, many = errors([synthetic(0.7, 64)], [8, 512], 1, None)
     assert many["L2"] < 0.4 * few["L2"]
-    same = errors([synthetic("independent", 64)._replace(key=synthetic("independent", 64).query)], [4096], 1, 16)
+    same = errors([synthetic(0.0, 64)._replace(key=synthetic(0.0, 64).query)], [4096], 1, 16)
     assert same[0]["L2"] < 0.05, "every query finds itself, and with 16 bits nothing else"
+
+
+@pytest.mark.parametrize("cosine", [0.0, 0.5, 0.7, 0.9])
+def test_topics_have_the_similarity_that_they_name(cosine):
+    seen = synthetic(cosine, 2048)
+    x = torch.nn.functional.cosine_similarity(seen.query, seen.key, dim=-1)  # of the same topic, token by token
+    assert float(x.mean()) == pytest.approx(cosine, abs=0.05)
+    others = torch.nn.functional.cosine_similarity(seen.query, seen.key.roll(1, 2), dim=-1)
+    assert float(others.mean()) < 0.15
+
+
+def test_a_model_keeps_its_bits_at_any_length(monkeypatch):
+    """The paper sets them once; log2(n) of each length is beside them."""
+    small = small_models.subject()
+    monkeypatch.setattr(_yoso, "loaded", lambda name: small)
+    layer = _yoso.layers("another small one", 16)[0]
+    assert _yoso.bits_of(layer) == round(math.log2(small.model.config.max_position_embeddings))
+    assert _yoso.bits_of(layer) != 4
+    assert _yoso.bits_of(layer._replace(call={})) == 4, "the control: a bare call"
+    cells = [cell for cell in STUDY.cells(Settings()) if cell["data"] == "minilm"]
+    assert {cell["bits"] for cell in cells} == {MODEL, None}
 
 
 def test_the_scales_name_their_models_and_lengths():

@@ -7,7 +7,7 @@ import torch
 from sparing.nn import Encoder
 from sparing_lab.studies._yoso_trained import METHODS, YOSO, frequencies, start, started
 from sparing_lab.studies.study import Settings
-from sparing_lab.studies.yoso_pretraining import HALF, SHARP, STUDY, TRIED, _measure
+from sparing_lab.studies.yoso_pretraining import HALF, SHARP, STUDY, SUMS, TRIED, _measure
 from sparing_lab.tasks import language
 from sparing_lab.tasks.trainable import Example, Split, Task
 from sparing_lab.training.config import Config
@@ -15,7 +15,7 @@ from sparing_lab.training.loop import Training
 from tests.support.verdicts import others, shown, verdict
 
 NAME = "yoso-pretraining"
-BEHIND = {"softmax": 0.0, "YOSO-16": 0.08, "YOSO-32": 0.05, "YOSO-64": 0.03, "YOSO-E": 0.015, SHARP: 0.005}
+BEHIND = {"softmax": 0.0, "YOSO-16": 0.08, "YOSO-32": 0.05, "YOSO-64": 0.03, "YOSO-E": 0.015, SHARP: 0.005, SUMS: 0.01}
 
 
 def record(loss, order):
@@ -62,6 +62,13 @@ def test_curves_as_in_the_paper(rows):
 @pytest.mark.parametrize(("by", "said"), [(0.05, "same shape"), (0.2, "does not"), (-0.3, "reproduces")])
 def test_an_expectation_that_learns_less_does_not_match(rows, key, quantity, by, said):
     assert verdict(NAME, key, raised(rows, by, "curve", "YOSO-E", quantity=quantity)) == said
+
+
+@pytest.mark.parametrize(("key", "quantity"), [("masked-normalised", "valid_loss"), ("order-normalised", "order_loss")])
+@pytest.mark.parametrize(("by", "said"), [(0.05, "same shape"), (0.2, "does not"), (-0.3, "reproduces")])
+def test_rows_of_length_1_that_learn_less_are_told(rows, key, quantity, by, said):
+    assert verdict(NAME, key, raised(rows, by, "curve", "YOSO-E", quantity=quantity)) == said
+    assert verdict(NAME, key, [row for row in rows if row["model"] != SUMS]) == "not run"
 
 
 @pytest.mark.parametrize(("key", "quantity"), [("masked-hashes", "valid_loss"), ("order-hashes", "order_loss")])
@@ -181,7 +188,7 @@ def test_the_scales_name_their_models_and_data(tmp_path):
     assert STUDY.cells(Settings(data=tmp_path, together=True))[0]["config"]["data"] is None
     (tmp_path / "books.txt").write_text("text " * 20_000)
     cells = STUDY.cells(Settings("paper", data=tmp_path))
-    assert [cell["model"] for cell in cells] == list(METHODS)
+    assert [cell["model"] for cell in cells] == [*METHODS, SUMS]
     config = cells[0]["config"]
     assert (config["hidden_size"], config["num_heads"], config["num_layers"], config["max_length"]) == (
         768,
@@ -196,7 +203,7 @@ def test_the_scales_name_their_models_and_data(tmp_path):
         str(tmp_path),
     )
     assert cells[0]["longer"]["max_length"] == 4096
-    assert len(STUDY.cells(Settings(seeds=3))) == 3 * (len(METHODS) + 1)
+    assert len(STUDY.cells(Settings(seeds=3))) == 3 * (len(METHODS) + 2)
     before = cells[0]["text"]
     (tmp_path / "books.txt").write_text("another text " * 20_000)
     assert STUDY.cells(Settings("paper", data=tmp_path))[0]["text"] != before

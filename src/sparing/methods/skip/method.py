@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -186,7 +187,7 @@ def _diameters(v: Tensor, call: Call, heads: int, n_q: int) -> Tensor:
     """Return a bound (B, H, n_q) on the distance of any two values that a query sees: twice that from the first."""
     mask, found = call.mask, []
     bounds = (0, v.shape[2]) if mask.offsets is None else mask.offsets
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         values, keep = widened(v[:, :, start:stop]), None if mask.keep is None else mask.keep[:, start:stop]
         (first,) = valid_first(keep, values)
         far = torch.linalg.vector_norm(values - first[:, :, :1], dim=-1)  # (B, H_kv, n_k)

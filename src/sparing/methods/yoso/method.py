@@ -25,6 +25,7 @@ from sparing.maths.hashing import HASHES_AT_ONCE, draw_names, is_gaussian
 from sparing.maths.linalg import unit_rows
 from sparing.methods.yoso import native as kernels
 from sparing.methods.yoso.collisions import PURPOSE, Sampler, collision_sums
+from sparing.methods.yoso.lift import lifted
 from sparing.native.derivatives import once_differentiable
 from sparing.native.tensors import wide_type
 
@@ -42,13 +43,21 @@ class Yoso(Method):
     Each bit of a code says on which side of a random hyperplane a vector lies. For each hash, a key adds its value to
     one bucket of a table and a query reads one bucket, so the cost is linear in the length. f is not softmax: a model
     that was trained with softmax must be fine-tuned. Only the directions of queries and keys matter, so `scale` has no
-    effect; the number of bits acts as the temperature. The backward pass is the paper's: exact for the values, given
-    the sampled codes; codes have no derivative, so that of f is estimated from the collisions. A vector of norm below
-    1e-12 has no direction: its codes are 0, f takes x = 0, and it gets no gradient.
+    effect; the number of bits acts as the temperature. With `unit="lift"` (remark 2) lengths matter, too: an entry that
+    makes the length 1 and a zero are added to each vector, so that q^ . k^ = q . k / t. The backward pass is the
+    paper's: exact for the values, given the sampled codes; codes have no derivative, so that of f is estimated from the
+    collisions. A vector of norm below 1e-12 has no direction: its codes are 0, f takes x = 0, and it gets no gradient.
 
     hashes: number of hashes that B is averaged over.
-    bits: number of bits of a code, 1 to 16; None takes log2 of the number of valid keys, rounded up. A causal call on
-        a prefix then uses other codes than one on the whole sequence; set `bits` where prefixes must agree.
+    bits: number of bits of a code, 1 to 16. In a module or model that states its longest input (`max_length`,
+        `max_position_embeddings`), None takes log2 of that, to the nearest integer, for every input, as the paper does.
+        In a bare call, and in a model that states none, None takes log2 of the number of valid keys, rounded up. A
+        causal call on a prefix then uses other codes than one on the whole sequence; set `bits` where prefixes must
+        agree.
+    unit: "l2" divides queries and keys by their length, "lift" adds entries to them (Neyshabur and Srebro 2015).
+    temperature: the t of the lift, a bound on the squared length of queries and keys; longer ones are shortened to it.
+        None takes the largest squared length of each sequence and head, padding aside. It then depends on every token,
+        so that a row depends on other queries; causal calls are refused, and need a number here.
     expectation: use f itself instead of B (the paper's YOSO-E); the cost is quadratic.
     normalize: "l2" divides each row by its norm, "sum" by the sum of its weights, "none" not at all.
     hash: "hadamard" draws hyperplanes from randomly signed Hadamard matrices, "gaussian" from the normal law, which is
@@ -62,7 +71,7 @@ class Yoso(Method):
         a module: see `sparing.nn.MultiheadAttention`.
 
     `inspect()` notes the codes of all hashes, `query_codes` [B, H, n_q, hashes] and `key_codes` [B, H, n_k, hashes]
-    (not with `expectation`), and how many `bits` [B] each item's codes have.
+    (not with `expectation`), how many `bits` [B] each item's codes have, and the `temperature` [B, H] of the lift.
 
     >>> q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="yoso(hashes=32)", is_causal=True, seed=0).shape
@@ -76,6 +85,8 @@ class Yoso(Method):
 
     hashes: int = knob(32, minimum=1)
     bits: int | None = knob(None, kind=int, minimum=1, maximum=_MOST_BITS)
+    unit: str = knob("l2", choices=("l2", "lift"))
+    temperature: float | None = knob(None, kind=float, above=0.0)
     expectation: bool = False
     normalize: str = knob("l2", choices=("l2", "sum", "none"))
     hash: Literal["hadamard", "gaussian"] = knob("hadamard", choices=("hadamard", "gaussian"))
@@ -85,19 +96,33 @@ class Yoso(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_width(self.name, self.convolution)
+        if self.temperature is not None and self.unit != "lift":
+            raise ValueError(f"yoso: temperature={self.temperature} belongs to unit='lift'; set bits with unit='l2'")
 
     def claims(self) -> Supports:
-        sampled = not self.expectation
-        return beside_convolution(
-            replace(type(self).supports, stochastic=sampled, native_16bit=sampled), self.convolution
+        sampled, mixes = not self.expectation, self._finds_temperature
+        can = replace(
+            type(self).supports, stochastic=sampled, native_16bit=sampled, causal=not mixes, mixes_queries=mixes
         )
+        return beside_convolution(can, self.convolution)
+
+    @property
+    def _finds_temperature(self) -> bool:
+        """Whether the temperature is that of the longest query or key."""
+        return self.unit == "lift" and self.temperature is None
+
+    def for_length(self, max_length: int | None) -> Method:
+        """Fix the bits by the longest input of the model: as the paper sets tau once, 9 for 512 tokens."""
+        if self.bits is not None or max_length is None:
+            return self
+        return replace(self, bits=min(max(round(math.log2(max_length)), 1), _MOST_BITS))  # RoBERTa states 514 for 512
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if self.convolution is not None:
             convolution_of(call, self.name, self.convolution, q.shape[1])
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        q, k = (unit_rows(x, 1e-12) for x in (q, k))
+        q, k = self._unit(q, k, call)
         bits = self._bits(k, call)
         x = q @ k.mT  # (B, H, n_q, n_k)
         if self.expectation:
@@ -117,7 +142,7 @@ class Yoso(Method):
     def fast(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.expectation:
             return self.reference(q, k, v, call)
-        q, k = (unit_rows(x, 1e-12) for x in (q, k))
+        q, k = self._unit(q, k, call)
         slope = steepness if self.gradient == "exact" else None
         sums = collision_sums(q, k, self._values(v), self._sampler(q, k, call), call, slope)
         return self._normalized(sums, v, call, by=unit_rows)
@@ -125,6 +150,7 @@ class Yoso(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.expectation:  # dense: no kernel is faster than torch's matrix products
             return None
+        q, k = self._lifted(q, k, call)
         width, draws = q.shape[-1], call.draws
         purposes = draw_names(self.hash, PURPOSE, hashes=self.hashes, width=width).values()
         sampling = (
@@ -141,6 +167,14 @@ class Yoso(Method):
         unit = _shortest(wide_type(q)) if self.normalize == "l2" else None
         sums = kernels.collision_sums(q, k, self._values(v), call.mask.keep, *sampling, call.mask.causal, exact, unit)
         return self._normalized(sums, v, call, by=lambda rows, _: rows)  # the kernel has divided already
+
+    def _lifted(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return vectors whose directions count."""
+        return lifted(q, k, self.temperature, call) if self.unit == "lift" else (q, k)
+
+    def _unit(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        q, k = self._lifted(q, k, call)
+        return unit_rows(q, 1e-12), unit_rows(k, 1e-12)
 
     def _bits(self, k: Tensor, call: Call) -> Tensor:
         """Return how many bits the codes of each item have, (B or 1,)."""
@@ -180,14 +214,15 @@ class Yoso(Method):
 
     def cost(self, shape: Shape, statistics: Mapping[str, Tensor] | None = None) -> Cost:
         units, width = shape.batch * shape.heads, shape.value_dim + (self.normalize == "sum")
+        width_in = shape.head_dim + 2 * (self.unit == "lift")
         bits = self.bits or min(max((shape.keys - 1).bit_length(), 1), _MOST_BITS)
         tokens = shape.queries + shape.keys
         filters = 2 * shape.keys * shape.value_dim * (self.convolution or 0)
         if self.expectation:
-            work = float(shape.queries * shape.keys * (2 * shape.head_dim + 4 + 2 * width))  # hidden pairs too
+            work = float(shape.queries * shape.keys * (2 * width_in + 4 + 2 * width))  # hidden pairs too
             memory, touched = 8.0 * shape.queries * shape.keys, shape.pairs / max(shape.queries, 1)
         else:
-            work = self.hashes * tokens * (2.0 * shape.head_dim * bits + width)
+            work = self.hashes * tokens * (2.0 * width_in * bits + width)
             memory = tokens * (4.0 * width + 16 * min(self.hashes, HASHES_AT_ONCE))
             touched = float(self.hashes)
         return Cost(units * (work + filters) + shape.projection_flops, units * memory, touched)

@@ -46,7 +46,7 @@ def state_by_name(module: nn.Module) -> LayerState:
     name = recipe.name_at(number)
     if name is None:
         raise RuntimeError(f"{label}: the recipe does not say what layer {number} of this model runs; {way_out}")
-    state = LayerState(name, configs=[shared])
+    state = LayerState(name, config=config, configs=[shared])
     method = recipe.method_of(name)
     if method is not None:
         if method.supports.projection:

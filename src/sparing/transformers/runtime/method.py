@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparing.call import Past
+from sparing.compiled import for_length
 from sparing.contract import Projection, Unsupported
 from sparing.functional import attention, inspect
 from sparing.transformers.runtime import refusals
@@ -67,7 +68,7 @@ def run_method(
         raise refusals.unsupported(state, error) from error
     facts, valid = found.statistics, found.statistics.get("tokens")
     lengths = count_valid_keys(given.mask, len(query), key.shape[2]) if valid is None else valid.amax(-1).tolist()
-    settings.tally.add(settings.method, query, key, value, lengths, given.is_causal, facts, is_call=is_call)
+    settings.tally.add(call["method"], query, key, value, lengths, given.is_causal, facts, is_call=is_call)
     return found.output
 
 
@@ -81,6 +82,6 @@ def _observed(state: LayerState, settings: LayerSettings, given: MethodArguments
     call: dict[str, Any] = {
         "attn_mask": given.mask, "dropout_p": given.dropout, "is_causal": given.is_causal, "scale": given.scale,
         "query_mask": rows, "enable_gqa": query.shape[1] != key.shape[1], "streams": settings.streams(key.shape[1]),
-        "method": settings.method, "seed": settings.seed,
+        "method": for_length(settings.method, state.max_length), "seed": settings.seed,
     }  # fmt: skip
-    return ObservedCall(state.name, query, key, given.value, call)
+    return ObservedCall(state.name, query, key, given.value, call, state.max_length)

@@ -82,6 +82,6 @@ def _blocks(seen: ObservedCall, method: Method) -> Tensor:
     scale = _SMALL * float(values.abs().mean()) + 1e-30
     marks = torch.nn.functional.one_hot(block, side).to(values) * scale
     marked = torch.cat([values, marks.expand(*values.shape[:2], -1, -1)], -1)
-    out = attention(seen.query, seen.key, marked, **{**seen.call, "method": method})[0, ..., -side:] / scale
+    out = attention(seen.query, seen.key, marked, **seen.with_method(method))[0, ..., -side:] / scale
     rows = torch.nn.functional.one_hot(torch.arange(queries) * side // queries, side).to(out)
     return (rows / rows.sum(0)).mT @ out

@@ -99,14 +99,14 @@ class ErrorObserver:
 
     def __call__(self, seen: ObservedCall) -> None:
         def run(method: str | Method, value: Any) -> Tensor:
-            return attention(seen.query, seen.key, value, **{**seen.call, "method": method}).double()
+            return attention(seen.query, seen.key, value, **seen.with_method(method)).double()
 
         if self.method.name == "exact":  # which is what `run` takes as exact
             exact = exact_side(seen, with_values=False)().double()
         else:
             exact = run("exact", seen.projected)
         value = seen.value if self.method.supports.projection else seen.projected
-        noted = inspect(seen.query, seen.key, value, brief=True, **{**seen.call, "method": self.method})
+        noted = inspect(seen.query, seen.key, value, brief=True, **seen.with_method(self.method))
         found = noted.output.double()
         own = found if self.target is None else run(self.target, seen.projected)
         scale = max(float(exact.norm()), 1e-300)
