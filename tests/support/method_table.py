@@ -57,6 +57,7 @@ _FIXED_PLAN = (
 _OTHER_BLOCKS = "parts of the keys have other blocks, and so other copies, than the whole; tolerance=0 reads all keys"
 _COPIES_FOR_KEYS = "copies count as the keys themselves in the gradient; test_multipole.py has its formula"
 
+_MOVING_LAW = "p follows the hidden states and is a constant in the gradient; test_monte_carlo.py freezes it"
 _LOST_DISTANCES = "|q - k|^2 of the specification rounds small keys away; the paths without |q|^2 keep them"
 
 ROWS = [
@@ -108,6 +109,15 @@ ROWS = [
         skip={"lse merge": _OTHER_SAMPLES},
     ),
     Row("monte_carlo(alpha=0.0)"),
+    Row("monte_carlo(alpha=2.0, importance=mean)", skip={"permutation": _OWN_LISTS, "lse merge": _OTHER_SAMPLES}),
+    Row(
+        "monte_carlo(alpha=2.0, importance=median, probabilities=input)",
+        skip={
+            "permutation": _OWN_LISTS,
+            "lse merge": _OTHER_SAMPLES,
+            **dict.fromkeys(("gradient", "second derivative", "forward mode"), _MOVING_LAW),
+        },
+    ),
     Row("window(size=8)", budgets=("window(size=4)", "window(size=16)", "window(size=64)")),
     Row("window(size=0)"),
     Row("window(size=6, sinks=3)", skip={"lse merge": _FIRST_VALID}),

@@ -13,15 +13,15 @@ from sparing.methods.monte_carlo.sampling import Lists, feature_law, project_row
 from sparing.native.derivatives import once_differentiable
 
 
-def project(v: Projection, counts: Tensor, lists: Lists, *, sampled: bool) -> Tensor:
+def project(v: Projection, counts: Tensor, lists: Lists, law: Tensor | None) -> Tensor:
     """Compute H + b (B, H_kv, n_k, e) in plain PyTorch; tokens without samples give b.
 
-    sampled: False where all counts are 0 or d, so that nothing is drawn.
+    law: p (H_kv, d) or (B, H_kv, d); None where all counts are 0 or d, so that nothing is drawn.
     """
     heads = counts.shape[1]
     w = v.weight.unflatten(0, (heads, -1)).mT
-    if sampled:
-        values = ragged_product(v.x, w, feature_law(w), counts, lists)
+    if law is not None:
+        values = ragged_product(v.x, w, law, counts, lists)
     else:
         values = v.x.new_zeros(1).expand(*counts.shape, w.shape[-1])
     values = project_rows(v.x, w, counts == v.x.shape[-1], values)
@@ -29,7 +29,7 @@ def project(v: Projection, counts: Tensor, lists: Lists, *, sampled: bool) -> Te
 
 
 def project_by_kernel(v: Projection, counts: Tensor, lists: Lists, *, sampled: bool) -> Tensor:
-    """Compute `project` by a kernel."""
+    """Compute `project` by a kernel, with p of eq. 6; sampled: False where nothing is drawn."""
     values: Tensor = _ByKernel.apply(*v, counts, lists, sampled)
     return values
 
@@ -60,7 +60,8 @@ class _ByKernel(torch.autograd.Function):
             leaves: list[Any] = [
                 t if t is None else t.detach().requires_grad_(a) for t, a in zip(tensors, asked, strict=True)
             ]
-            values = project(Projection(*leaves), counts, ctx.lists, sampled=ctx.sampled)
+            law = feature_law(leaves[1].unflatten(0, (counts.shape[1], -1)).mT) if ctx.sampled else None
+            values = project(Projection(*leaves), counts, ctx.lists, law)
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         found = iter(torch.autograd.grad(values, wanted, grad))
         return (*(next(found) if a else None for a in asked), None, None, None)
