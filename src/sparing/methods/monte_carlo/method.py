@@ -21,6 +21,7 @@ from sparing.methods.monte_carlo.native import received
 from sparing.methods.monte_carlo.projection import fill, project, project_by_kernel
 from sparing.methods.monte_carlo.sampling import Lists, draw_features, sampled_product
 from sparing.methods.monte_carlo.weights import attend
+from sparing.native.tensors import widened
 
 
 class _Weighed(NamedTuple):
@@ -61,7 +62,8 @@ class MonteCarlo(Method):
     ahead only together with is_causal=True. Where n_q == n_k, a query whose own key no query can see counts as padding
     and is left out of M_j, unless query_mask says otherwise or the call is causal. The gradient treats counts and
     samples as constants; second derivatives need impl="reference". Causal calls and kernels take the default importance
-    and probabilities alone.
+    and probabilities alone. Outside of training, kernels keep p and a copy of W in the order in which they read it (in
+    float32 for 16 bits), as long as the weight lives, and make them again when an entry of it has changed.
 
     `inspect()` notes counts (r; causal: the largest r_ij of each token), tokens (number of valid keys), rate (mean of
     r / d over valid tokens), padded_rate (the same over all slots, as in the paper), certificate (a bound of each row's
@@ -95,8 +97,9 @@ class MonteCarlo(Method):
     name = "monte_carlo"
     budget = "alpha"
     supports = Supports(
-        causal=True, attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True, training_free=True
-    )
+        causal=True, attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True,
+        native_16bit=True, training_free=True,
+    )  # fmt: skip
 
     alpha: float = knob(0.2, minimum=0)
     samples: str = knob("independent", choices=("independent", "shared"))
@@ -182,18 +185,23 @@ class MonteCarlo(Method):
             return None  # a mask or counts that differ by query are as large as A; no features, nothing to sample
         if not self._estimator.default_counts_and_law:
             return None  # the kernels know the largest weight and eq. 6 alone
+        if v.x.dtype != v.weight.dtype:
+            v = v.map(widened)  # 16 bits, of which an extreme entry was taken out
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         valid, counts, lse = self._count(q, k, v, call)
         call.note(counts=counts, tokens=valid.sum(-1))
-        if bool((counts == d).all()):
+        if v.x.dtype == call.dtype and bool((counts == d).all()):
             values, center = v.project(heads), v.x.new_zeros(1, 1, 1, d)
         else:
+            if self.estimator == "mean":
+                v = v.map(widened)  # the mean is summed in float32
             center = self._estimator.center(v.x, valid)
             lists = self._estimator.lists(valid, call)
             values = project_by_kernel(v, counts, lists, sampled=self._estimator.samples)
             values = self._filled(values, v, counts, center)
         quiet = replace(call, statistics=None)
         if call.noted:
+            v, center = v.map(widened), widened(center)
             # Padded to the width of the queries: torch's attention stores all of A where the widths differ.
             off = token_errors(v, center, counts).unsqueeze(-1)
             certificate = attend(q, k, torch.nn.functional.pad(off, (0, q.shape[-1] - 1)), quiet)[..., 0]

@@ -30,7 +30,8 @@ def project(v: Projection, counts: Tensor, lists: Lists, law: Tensor | None) -> 
 
 def project_by_kernel(v: Projection, counts: Tensor, lists: Lists, *, sampled: bool) -> Tensor:
     """Compute `project` by a kernel, with p of eq. 6; sampled: False where nothing is drawn."""
-    values: Tensor = _ByKernel.apply(*v, counts, lists, sampled)
+    keep = not (torch.is_grad_enabled() and v.weight.requires_grad)  # one that is trained changes before its next use
+    values: Tensor = _ByKernel.apply(*v, counts, lists, sampled, keep)
     return values
 
 
@@ -45,11 +46,12 @@ class _ByKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, lists: Lists, sampled: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, lists: Lists, sampled: bool,
+        keep: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, counts)
         ctx.lists, ctx.sampled = lists, sampled
-        return sampled_projection(x, weight, bias, counts, lists)
+        return sampled_projection(x, weight, bias, counts, lists, keep=keep)
 
     @staticmethod
     @once_differentiable
@@ -64,4 +66,4 @@ class _ByKernel(torch.autograd.Function):
             values = project(Projection(*leaves), counts, ctx.lists, law)
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         found = iter(torch.autograd.grad(values, wanted, grad))
-        return (*(next(found) if a else None for a in asked), None, None, None)
+        return (*(next(found) if a else None for a in asked), None, None, None, None)
