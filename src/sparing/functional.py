@@ -253,9 +253,10 @@ def _reads_16bit(chosen: Method, q: Tensor, k: Tensor, v: Tensor | Projection, c
     Not where a gradient is asked for: the parts that a tensor's gradient is summed from would be rounded to 16 bits.
     """
     short = q.dtype in (torch.bfloat16, torch.float16) and call.dtype == torch.float32
-    if not short or not chosen.supports.native_16bit or call.impl == "reference" or isinstance(v, Projection):
+    if not short or not chosen.supports.native_16bit or call.impl == "reference":
         return False
-    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    values = v if isinstance(v, Projection) else (v,)
+    tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, *values))
     return not tracked and native.ready(q, half=True) and _native_is_current(type(chosen))
 
 

@@ -9,12 +9,17 @@ from scipy.stats import binom
 import sparing
 from sparing import Projection, native
 from sparing.methods.monte_carlo import estimator, projection
-from sparing.methods.monte_carlo import method as monte_carlo
-from sparing.methods.monte_carlo.sampling import feature_law, sample_counts
+from sparing.methods.monte_carlo.sampling import feature_law, input_law, sample_counts
 from tests.support.random_estimates import assert_second_moment, assert_unbiased
 
 DRAWS = 4000
 SETTINGS = ["", ", samples=shared", ", estimator=stratified", ", estimator=drop", ", estimator=mean"]
+CHOICES = [  # of r and p, which causal calls and kernels do not have
+    ", importance=mean",
+    ", importance=median",
+    ", probabilities=input",
+    ", probabilities=input, importance=mean, estimator=stratified",
+]
 
 
 def problem(n=16, d=48, e=6, heads=1, kv_heads=None, n_q=None, batch=1, sharpness=1.0, seed=0):
@@ -171,13 +176,15 @@ def test_gradients_are_unbiased():
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [*SETTINGS, ", importance=median", ", probabilities=input"])
 def test_gradcheck_with_frozen_samples(setting, impl, monkeypatch):
     """Without kernels, whose law cannot be frozen: test_projection_kernel.py compares their gradients to these."""
     q, k, value = problem(n=5, d=7, e=2, heads=2, kv_heads=1, n_q=4, sharpness=0.5)
     law = feature_law(value.weight.mT[None])  # p is a constant too, also when the weight moves
-    for module in (monte_carlo, projection):
+    for module in (estimator, projection):
         monkeypatch.setattr(module, "feature_law", lambda w: law)
+    by_input = input_law(value.x, torch.ones(1, 1, 5, dtype=torch.bool), value.weight.mT[None])
+    monkeypatch.setattr(estimator, "input_law", lambda *args: by_input)
     leaves = [t.clone().requires_grad_() for t in (q, k, *value)]
 
     def call(q, k, *v):

@@ -186,6 +186,99 @@ def test_only_kernels_that_say_so_get_16_bits(row, monkeypatch):
     assert seen["fast"] | seen["reference"] == {torch.float32}
 
 
+def projected(dtype, n=90, features=64, heads=2, width=20, batch=2):
+    """q, k, and a Projection whose x is larger than the values."""
+    gen = torch.Generator().manual_seed(n + features)
+    q, k = torch.randn(2, batch, heads, n, 16, generator=gen).to(dtype).unbind(0)
+    x, weight, bias = (torch.randn(*s, generator=gen) for s in ((batch, n, features), (heads * width, features),
+                                                              (heads * width,)))  # fmt: skip
+    weight = weight * torch.logspace(0, -1, features)
+    return q, k, sparing.Projection(x, weight, bias).map(lambda t: t.to(dtype))
+
+
+def wide(q, k, value):
+    return q.float(), k.float(), value.map(torch.Tensor.float)
+
+
+PROJECTING = (
+    "monte_carlo(alpha=2.0)",
+    "monte_carlo(alpha=2.0, samples=shared)",
+    "monte_carlo(alpha=2.0, estimator=stratified)",
+    "monte_carlo(alpha=1.0, estimator=drop)",
+    "monte_carlo(alpha=1.0, estimator=mean)",
+    "monte_carlo(alpha=2.0, importance=mean, probabilities=input)",  # which no kernel covers
+)
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("spec", PROJECTING)
+def test_projections_of_16_bits_are_those_of_float32_rounded_once(isa, spec, dtype):
+    x = projected(dtype)
+    with native.instruction_set(isa):
+        for mask in (None, padding(90)):
+            short, long = (found(spec, tensors, attn_mask=mask) for tensors in (x, wide(*x)))
+            assert short.output.dtype == dtype
+            torch.testing.assert_close(short.output, long.output.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+            assert torch.equal(short.statistics["counts"], long.statistics["counts"])
+            assert 0 < float(short.statistics["rate"].mean()) < 1
+            for name in short.statistics:
+                assert short.statistics[name].dtype == long.statistics[name].dtype, name
+                torch.testing.assert_close(short.statistics[name], long.statistics[name], rtol=1e-4, atol=1e-4)
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_all_samples_of_16_bits_are_exact_products(isa, dtype):
+    x = projected(dtype)
+    with native.instruction_set(isa):
+        for alpha in (0.0, 1e-3):
+            out = sparing.attention(*x, method=f"monte_carlo(alpha={alpha})", seed=0)
+            wanted = sparing.attention(*wide(*x), method="exact", impl="reference").to(dtype)
+            torch.testing.assert_close(out, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("entry", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("place", ["q", "k", "x", "weight"])
+def test_non_finite_entries_of_projections_go_the_way_of_float32(place, entry):
+    q, k, value = projected(torch.bfloat16)
+    {"q": q, "k": k, "x": value.x, "weight": value.weight}[place].view(-1)[77] = entry
+    out, wanted = (sparing.attention(*t, method=PROJECTING[0], seed=0) for t in ((q, k, value), wide(q, k, value)))
+    torch.testing.assert_close(out, wanted.bfloat16(), equal_nan=True, rtol=0.02, atol=1e-2)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+def test_projections_make_no_copy_in_float32(alpha):
+    """Neither of x nor of the weight, of which one is kept in float32; the largest tensors are q, k or the values."""
+    tall, broad = projected(torch.bfloat16, n=512, features=1024), projected(torch.bfloat16, n=16, width=512)
+
+    def call(*tensors):
+        return sparing.attention(*tensors, method=f"monte_carlo(alpha={alpha})", seed=0)
+
+    with torch.no_grad():
+        for x in (tall, broad):
+            copied = max(x[2].x.numel(), x[2].weight.numel())
+            call(*x)
+            assert largest_tensor(lambda x=x: call(*x), torch.float32) <= copied / 2
+            with native.switched_off():  # control
+                assert largest_tensor(lambda x=x: call(*x), torch.float32) >= copied
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_gradients_of_projections_are_those_of_float32(dtype):
+    q, k, value = projected(dtype)
+    leaves = [t.requires_grad_() for t in (q, k, *value)]
+    wider = [t.detach().float().requires_grad_() for t in leaves]
+    grads = []
+    for a, b, *c in (leaves, wider):
+        out = sparing.attention(a, b, sparing.Projection(*c), method=PROJECTING[0], seed=0)
+        grads.append(torch.autograd.grad(out.float().square().sum(), (a, b, *c)))
+        assert out.dtype == a.dtype
+    for short, long in zip(*grads, strict=True):
+        assert short.dtype == dtype
+        assert float((short.float() - long).norm() / long.norm()) < 20 * torch.finfo(dtype).eps
+
+
 def test_ops_take_each_tensor_in_its_own_type():
     q, k, v = inputs(torch.float16)
     wanted, _ = attend(q.float(), k.float(), v.float(), None, None, 0.3)

@@ -58,6 +58,7 @@ _OTHER_BLOCKS = "parts of the keys have other blocks, and so other copies, than 
 _COPIES_FOR_KEYS = "copies count as the keys themselves in the gradient; test_multipole.py has its formula"
 
 _OTHER_GROUPS = "in parts of the keys, other keys stand for those that are left out; threshold=0 leaves out none"
+_MOVING_LAW = "p follows the hidden states and is a constant in the gradient; test_monte_carlo.py freezes it"
 
 _LOST_DISTANCES = "|q - k|^2 of the specification rounds small keys away; the paths without |q|^2 keep them"
 
@@ -110,6 +111,15 @@ ROWS = [
         skip={"lse merge": _OTHER_SAMPLES},
     ),
     Row("monte_carlo(alpha=0.0)"),
+    Row("monte_carlo(alpha=2.0, importance=mean)", skip={"permutation": _OWN_LISTS, "lse merge": _OTHER_SAMPLES}),
+    Row(
+        "monte_carlo(alpha=2.0, importance=median, probabilities=input)",
+        skip={
+            "permutation": _OWN_LISTS,
+            "lse merge": _OTHER_SAMPLES,
+            **dict.fromkeys(("gradient", "second derivative", "forward mode"), _MOVING_LAW),
+        },
+    ),
     Row("window(size=8)", budgets=("window(size=4)", "window(size=16)", "window(size=64)")),
     Row("window(size=0)"),
     Row("window(size=6, sinks=3)", skip={"lse merge": _FIRST_VALID}),

@@ -225,6 +225,8 @@ def test_only_monte_carlo_fits_beside_a_window():
             match=rf"layer\.0\.attention\.self \(and 1 more layers\) cannot run {spec[:5]}.*attends within a window by its own code",
         ):
             sparing.approximate(model, spec)
+    with pytest.raises(sparing.Unsupported, match=r"the largest weight alone; take importance='max'"):
+        sparing.approximate(model, "monte_carlo(importance=mean)")
     assert {name: (id(m), type(m), sorted(vars(m))) for name, m in model.named_modules()} == before
     model.encoder.layer[1].attention.self.value_global = torch.nn.Sequential(torch.nn.Linear(64, 64))
     with pytest.raises(

@@ -56,6 +56,8 @@ class _LongformerFamily(Family):
         """Refuse methods that change the weights of the window."""
         if not isinstance(method, MonteCarlo):
             return f"{self.attention} attends within a window by its own code; only monte_carlo can run there"
+        if method.importance != "max":
+            return f"{method.name} reads off {self.attention} the largest weight alone; take importance='max'"
         odd = [name for name in ("value", "value_global") if type(module._modules.get(name)) is not nn.Linear]
         return f"{method.name} needs linear layers of the values, and {odd[0]} is not one" if odd else None
 

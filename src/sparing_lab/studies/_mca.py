@@ -31,7 +31,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "independent": {}, "shared": {"samples": "shared"}, "mean": {"estimator": "mean"}, "drop": {"estimator": "drop"},
 }  #: by the names that the tables give them  # fmt: skip
 SLOTS = 128  #: the paper pads all texts of GLUE to this many tokens
-TOPICS = "help topics"  #: the task that needs no data
+TOPICS = "help topics"  #: the task that needs no data; its score is agreement with the exact model's own ranking
+TUNED = "tuned"  #: the family of the classifiers in the data folder
+NO_LABELS = "needs labels: SST-2 (--data), with its classifier or its training set"
 _TOGETHER = 8  # documents of equal length that run at once, and share their samples
 _TRAIN = 1000  # sentences that a read-out is fitted on
 _RIDGE = 1.0
@@ -288,15 +290,33 @@ def train_of(task: str, data: Path) -> Documents:
     return glue.read(glue.TASKS[task], data, "train", most=_TRAIN)
 
 
+def classifier_of(task: glue.Task, data: Path) -> str | None:
+    """Return the folder DATA/classifiers/TASK, with a classifier that was tuned on the task; None if there is none."""
+    folder = data / "classifiers" / (task.folder or task.name)
+    if not (folder / "config.json").is_file():
+        return None
+    subject, classes = model_of(str(folder)), len(task.classes) or 1
+    if subject.kind != "classifier" or subject.model.config.num_labels != classes:
+        raise ValueError(
+            f"data: {folder} must hold a model of {task.name}, with {classes} outputs: the folder model/ that "
+            f"`sparing train glue --part {task.name}` writes"
+        )
+    return str(folder)
+
+
 def cell_of(
-    settings: Settings, family: str, model: str, task: str, *, most: int, apart: bool = False, tuned: bool = True
-) -> dict[str, Any]:
-    """Return the cell of a model on a task; most: documents at small scale; tuned: the model is a classifier."""
+    settings: Settings, family: str, model: str, task: str, *, most: int | None, apart: bool = False,
+    tuned: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the cell of a model on a task.
+
+    most: documents at small scale, None for all. tuned: the model is a classifier.
+    """
     data = documents_of(task, settings.data, most if settings.small else None)
     found: dict[str, Any] = {"family": family, "model": model, "task": task, "apart": apart}
     found |= {"documents": len(data), "data": data.fingerprint}
-    if settings.model is not None:
-        found["weights"] = model_of(settings.model).fingerprint
+    if settings.model is not None or (tuned and settings.small):
+        found["weights"] = model_of(model).fingerprint
     if settings.data is not None and not tuned and not apart and reads_out(task, settings.data):
         found["train"] = train_of(task, settings.data).fingerprint
     return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sparing.workbench.estimate import Estimate, estimate
 from sparing_lab.papers import numbers
-from sparing_lab.studies._mca import ALPHAS, POINT, ProjectionWork
+from sparing_lab.studies._mca import ALPHAS, NO_LABELS, POINT, TOPICS, ProjectionWork
 from sparing_lab.studies.judges import Criterion, Judge, NotRun, at_least, at_most, each, rises
 from sparing_lab.studies.rows import Rows, pick
 
@@ -74,8 +74,8 @@ def _printed(family: str, task: str, alpha: float) -> float | None:
 
 
 def _scored(rows: Rows) -> list[Score]:
-    if not (found := cases(rows)):
-        raise NotRun("needs a task with a score")
+    if not (found := [case for case in cases(rows) if case.task != TOPICS]):
+        raise NotRun(NO_LABELS)
     return found
 
 

@@ -282,6 +282,33 @@ def test_an_encoder_has_a_score_where_it_can(tmp_path):
     assert all(cell["train"] for cell in cells)
 
 
+def test_tuned_classifiers_read_all_documents(tmp_path):
+    """Of each task that has one in the data folder; others have no score, or one of an encoder."""
+    classifier(tmp_path / "classifiers" / "SST-2", layers=1)
+    classifier(tmp_path / "classifiers" / "STS-B", labels=1, layers=1)
+    write(tmp_path, "SST-2", sentences(300))
+    write(tmp_path, "CoLA", "x\t1\t\ta b\n" * 50)
+    write(
+        tmp_path,
+        "STS-B",
+        "sentence1\tsentence2\tscore\n" + "a b\tc d\t1.0\nfilm\tfilm\t5.0\nvery\tbad f\t2.0\ne\tit\t3.0\n" * 50,
+    )
+    settings = Settings(data=tmp_path, seeds=1)
+    cells = study(NAME).cells(settings)
+    assert {(cell["family"], cell["task"], cell["documents"], cell["apart"]) for cell in cells} == {
+        ("MiniLM", "CoLA", 32, False), ("tuned", "SST-2", 300, False), ("tuned", "STS-B", 200, False),
+    }  # fmt: skip
+    for task, names in (("SST-2", {"accuracy"}), ("STS-B", {"pearson", "spearman"})):
+        exact = next(cell for cell in cells if cell["task"] == task and cell["method"] == "exact")
+        found = study(NAME).measure(settings, exact)["scores"]
+        assert set(found) == names, "against labels, not against the exact model"
+        assert max(found.values()) < 1
+    topics = [{**row, "task": "help topics", "scores": {"spearman": 1.0}} for row in made()]
+    for key in ("negligible", "loss-0.4", "falls", "tokens", "shared", "baselines"):
+        assert verdict(NAME, key, topics) == "not run"
+        assert verdict(NAME, key, topics + made("RTE")) == verdict(NAME, key, made("RTE"))
+
+
 def test_without_data_there_are_the_help_topics():
     cells = study(NAME).cells(Settings())
     assert {(cell["task"], cell["apart"]) for cell in cells} == {("help topics", True)}

@@ -26,7 +26,7 @@ def row(task, alpha, attention, counts, method, **other):
     saved = dict(zip(mca_longformer.ALPHAS, mca_longformer.REDUCTIONS["IMDB"], strict=True))[alpha]
     made = {"all": work(saved), "local": work(saved), "change": alpha / 100, "neighbours": 1.0}
     given = {"task": task, "documents": 3, "tokens": 99, "attention": attention, "counts": counts, "method": method}
-    return {**given, "alpha": alpha, "seed": 0, **made, **other}
+    return {**given, "alpha": alpha, "seed": 0, "length": 80.0, **made, **other}
 
 
 @pytest.fixture
@@ -209,8 +209,24 @@ def test_cells_of_a_folder_with_a_classifier(tmp_path, monkeypatch):
     sampled = [cell for cell in cells if cell["counts"] == "length"]
     assert sorted({cell["alpha"] for cell in sampled}) == [0.2, 0.4, 0.6, 1.0]
     assert len(sampled) == 8
-    with pytest.raises(ValueError, match="has no document of more than 256 words"):
-        study(NAME).cells(Settings(data=tmp_path, model="tuned-imdb"))
+    assert {cell["documents"] for cell in study(NAME).cells(Settings(data=tmp_path, model="tuned-imdb"))} == {1}
+
+
+def test_short_documents_are_read_too(tmp_path):
+    """Most documents of IMDB and AAPD are shorter than the window; some are spread over the file, none by length."""
+    (tmp_path / "imdb").mkdir()
+    texts = ["word " * (2000 if number % 3 == 0 else 5 + number) for number in range(18)]
+    lines = [json.dumps({"text": text.strip(), "label": number % 2}) for number, text in enumerate(texts)]
+    (tmp_path / "imdb" / "test.jsonl").write_text("\n".join(lines))
+    some, whole = (mca_longformer._documents("IMDB", tmp_path, most) for most in (6, None))
+    assert some.texts == whole.texts[::3]
+    assert some.labels == whole.labels[::3]
+    four = mca_longformer._documents("IMDB", tmp_path, 4)
+    assert [len(text.split()) for text in four.texts] == [2000, 9, 2000, 18]
+    assert mca_longformer._documents("IMDB", tmp_path, 99).texts == whole.texts
+    cells = study(NAME).cells(Settings(data=tmp_path))
+    assert {(cell["task"], cell["documents"]) for cell in cells} == {("IMDB", 6)}
+    assert {cell["documents"] for cell in study(NAME).cells(Settings())} == {3}
 
 
 def test_another_kind_of_model_is_refused(monkeypatch):

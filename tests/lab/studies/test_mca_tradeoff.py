@@ -149,6 +149,61 @@ def test_the_paper_scale_is_sst_2_with_both_models(tmp_path):
     assert {cell["alpha"] for cell in cells if "alpha" in cell} >= {0.2, 0.4, 0.6, 1.0}
 
 
+@pytest.fixture
+def tuned(tmp_path):
+    """A data folder with tuned classifiers of SST-2 and STS-B."""
+    classifier(tmp_path / "classifiers" / "SST-2", layers=1)
+    write(tmp_path, "SST-2", sentences(200))
+    classifier(tmp_path / "classifiers" / "STS-B", labels=1, layers=1)
+    return write(tmp_path, "STS-B", "sentence1\tsentence2\tscore\n" + "a b\tc d\t1.0\nfilm\tfilm\t5.0\n" * 60)
+
+
+def test_the_tuned_classifier_reads_all_sentences_and_sts_b_beside_them(tuned):
+    cells = study(NAME).cells(Settings(data=tuned, seeds=1))
+    assert {(cell["family"], cell["task"], cell["documents"]) for cell in cells} == {
+        ("tuned", "SST-2", 200), ("tuned on STS-B", "STS-B", 120),
+    }  # fmt: skip
+    weights = {cell["task"]: cell["weights"] for cell in cells}
+    assert weights["SST-2"] != weights["STS-B"]
+    few = [cell for cell in cells if cell.get("alpha", 0.4) == 0.4 and cell["rounding"] == "float32"]
+    rows = [{**cell, **study(NAME).measure(Settings(data=tuned, seeds=1), cell)} for cell in few]
+    assert {(row["task"], row["metric"]) for row in rows} == {("SST-2", "accuracy"), ("STS-B", "pearson")}
+    assert {row["work"]["tokens"] for row in rows if row["work"] and row["layers"] == "all"} == {200 * 6, 60 * (7 + 5)}
+    (tuned / "classifiers" / "SST-2" / "config.json").unlink()
+    write(tuned, "SST-2", sentences(4), "train")
+    cells = study(NAME).cells(Settings(data=tuned))
+    assert {(cell["family"], cell["documents"]) for cell in cells} == {("MiniLM", 96)}, "a read-out"
+
+
+def test_a_folder_that_holds_no_classifier_of_the_task_is_named(tuned):
+    classifier(tuned / "classifiers" / "SST-2", labels=3)
+    with pytest.raises(
+        ValueError, match=r"classifiers.SST-2 must hold a model of SST-2, with 2 outputs.*sparing train"
+    ):
+        study(NAME).cells(Settings(data=tuned))
+    model_of.cache_clear()
+    classifier(tuned / "classifiers" / "SST-2", encoder=True)
+    with pytest.raises(ValueError, match="must hold a model of SST-2"):
+        study(NAME).cells(Settings(data=tuned))
+
+
+def test_claims_are_judged_by_the_first_task():
+    beside = [{**row, "task": "STS-B", "metric": "pearson", "score": 0.1} for row in made("tuned on STS-B")]
+    rows = made() + beside
+    for claim in study(NAME).claims:
+        assert verdict(NAME, claim.key, rows) == verdict(NAME, claim.key, made())
+    tables, _ = shown(NAME, rows)
+    assert [table.title.partition(",")[0] for table in tables] == ["SST-2", "STS-B"]
+
+
+def test_agreement_with_the_exact_models_own_ranking_judges_no_claim():
+    rows = changed(made(), lambda row: True, task="help topics", metric="spearman")
+    for claim in study(NAME).claims:
+        assert verdict(NAME, claim.key, rows) == "not run"
+    (table,), _ = shown(NAME, rows)
+    assert table.title.startswith("help topics, spearman")
+
+
 def test_without_a_training_set_there_are_the_help_topics(tmp_path):
     half = write(tmp_path, "SST-2", sentences(2))
     for settings in (Settings(), Settings(data=half, together=True)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,22 @@ from sparing.draws import Draws
 from sparing.mask import Mask
 from sparing.maths import dense
 from sparing.methods.monte_carlo import causal
-from sparing.methods.monte_carlo.estimator import Estimator, kept_keys, largest_weights, token_errors, weight_norms
+from sparing.methods.monte_carlo.estimator import Estimator, kept_keys, received_weights, token_errors, weight_norms
 from sparing.methods.monte_carlo.native import received
 from sparing.methods.monte_carlo.projection import fill, project, project_by_kernel
-from sparing.methods.monte_carlo.sampling import Lists, draw_features, feature_law, sampled_product
+from sparing.methods.monte_carlo.sampling import Lists, draw_features, sampled_product
 from sparing.methods.monte_carlo.weights import attend
+from sparing.native.tensors import widened
+
+
+class _Weighed(NamedTuple):
+    """Exact weights, and how the values of a call are estimated for them."""
+
+    weights: Tensor  # A (B, H, n_q, n_k)
+    counts: Tensor  # r (B, H_kv, n_k)
+    lists: Lists
+    law: Tensor | None  # p (H_kv, d) or (B, H_kv, d); None where nothing is drawn
+    center: Tensor  # what replaces an inexact token if nothing is drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +61,15 @@ class MonteCarlo(Method):
     r_j still depends on all queries. So such a mask, that of a prefix language model for example, prevents looking
     ahead only together with is_causal=True. Where n_q == n_k, a query whose own key no query can see counts as padding
     and is left out of M_j, unless query_mask says otherwise or the call is causal. The gradient treats counts and
-    samples as constants; second derivatives need impl="reference".
+    samples as constants; second derivatives need impl="reference". Causal calls and kernels take the default importance
+    and probabilities alone. Outside of training, kernels keep p and a copy of W in the order in which they read it (in
+    float32 for 16 bits), as long as the weight lives, and make them again when an entry of it has changed.
 
     `inspect()` notes counts (r; causal: the largest r_ij of each token), tokens (number of valid keys), rate (mean of
     r / d over valid tokens), padded_rate (the same over all slots, as in the paper), certificate (a bound of each row's
-    root mean square error) and, for sampling, bound (that of the theorem; causal: of each row). Causal calls also note
-    products (number of A H products, the mean over rows) and terms (rows of W that are added up for all versions of a
-    token).
+    root mean square error, which holds for every setting) and, where it is proven, bound (that of the theorem; causal:
+    of each row): for samples with the default importance and probabilities. Causal calls also note products (number of
+    A H products, the mean over rows) and terms (rows of W that are added up for all versions of a token).
 
     alpha: allowed error, in units of beta |W|_F; 0 is exact.
     samples: "independent" (a list of samples per token) or "shared" (one list per head, of which token j uses the
@@ -63,6 +77,15 @@ class MonteCarlo(Method):
     estimator: "sample", "stratified" (one sample from each of r_j equal parts of p: less variance), or a baseline that
         draws nothing and projects the floor(sum_j r_j / d) tokens with the largest M_j exactly. For the other tokens
         "drop" takes H_j = 0, and "mean" the projected mean of the valid hidden states.
+    importance: what of A[:, j] sets r_j. "max" is the paper's M_j = max_i A_ij, and the only one with an error bound.
+        "mean" and "median" are the more aggressive choices that the paper leaves to future work: M_j = mean_i A_ij or
+        median_i A_ij (the lower one) over the valid queries, of all heads that share the key-value head. They take at
+        most as many samples as "max", and at least one for each token that some query gives weight, so that H stays
+        unbiased; no alpha bounds their error, since a row may weigh a token far above its mean or median. In MiniLM
+        "max" has the smaller error at the same number of samples.
+    probabilities: "weight" is eq. 6, p(k) = |W[k]|^2 / |W|_F^2. "input" is eq. 4, p(k) ~ |X[:, k]| |W[k]| with the
+        valid tokens X of each batch item: of all p it has the least E|H - X W|_F^2 where all tokens have equally many
+        samples. It reads all of X in each call, and bounds no single token, so the theorem does not cover it.
 
     >>> q, k = torch.randn(2, 1, 4, 32, 16).unbind(0)
     >>> layer = torch.nn.Linear(64, 64)
@@ -74,24 +97,38 @@ class MonteCarlo(Method):
     name = "monte_carlo"
     budget = "alpha"
     supports = Supports(
-        causal=True, attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True, training_free=True
-    )
+        causal=True, attn_mask="any", mixes_queries=True, projection=True, lse=True, stochastic=True,
+        native_16bit=True, training_free=True,
+    )  # fmt: skip
 
     alpha: float = knob(0.2, minimum=0)
     samples: str = knob("independent", choices=("independent", "shared"))
     estimator: str = knob("sample", choices=("sample", "stratified", "drop", "mean"))
+    importance: str = knob("max", choices=("max", "mean", "median"))
+    probabilities: str = knob("weight", choices=("weight", "input"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples == "shared" and self.estimator in ("drop", "mean"):
-            raise ValueError(f"monte_carlo: samples='shared' with estimator={self.estimator!r}, which draws nothing")
+        if self._estimator.samples:
+            return
+        for name, default in (("samples", "independent"), ("probabilities", "weight")):
+            if (given := getattr(self, name)) != default:
+                raise ValueError(
+                    f"monte_carlo: {name}={given!r} with estimator={self.estimator!r}, which draws nothing"
+                )
 
     @property
     def _estimator(self) -> Estimator:
-        return Estimator(alpha=self.alpha, kind=self.estimator, shared=self.samples == "shared")
+        return Estimator(
+            alpha=self.alpha, kind=self.estimator, shared=self.samples == "shared", importance=self.importance,
+            by_input=self.probabilities == "input",
+        )  # fmt: skip
 
     def claims(self) -> Supports:
-        return replace(type(self).supports, stochastic=self.alpha > 0 and self._estimator.samples)
+        own = self._estimator
+        return replace(
+            type(self).supports, causal=own.default_counts_and_law, stochastic=self.alpha > 0 and own.samples
+        )
 
     def check(self, q: Tensor, k: Tensor, call: Call) -> None:
         if call.mask.causal or call.mask.pattern is None or call.mask.pattern.shape[-2] == 1:
@@ -114,13 +151,12 @@ class MonteCarlo(Method):
         if call.mask.causal:
             return causal.reference(self._estimator, q, k, v, call)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
-        weights, valid, counts, center = self._weigh(q, k, v, call)
+        weights, counts, lists, law, center = self._weigh(q, k, v, call)
         values = v.project(heads)  # for rows with r_j = d (B, H_kv, n_k, e)
         if bool((counts < d).any()):
             w = v.weight.unflatten(0, (heads, -1)).mT  # W (H_kv, d, e)
-            if self._estimator.samples:
-                law = feature_law(w)  # eq. 6
-                picks = draw_features(law, counts, self._estimator.lists(valid, call))
+            if law is not None:
+                picks = draw_features(law, counts, lists)
                 rough = sampled_product(v.x.unsqueeze(1), w, law, picks, counts)  # eq. 5
             else:
                 rough = center @ w
@@ -135,11 +171,11 @@ class MonteCarlo(Method):
         if call.mask.causal:
             return causal.fast(self._estimator, q, k, v, call)
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
-        weights, valid, counts, center = self._weigh(q, k, v, call)
+        weights, counts, lists, law, center = self._weigh(q, k, v, call)
         if bool((counts == d).all()):
             values = v.project(heads)
         else:
-            values = self._values(project, v, counts, center, self._estimator.lists(valid, call))
+            values = self._filled(project(v, counts, lists, law), v, counts, center)
         return weights @ values.repeat_interleave(call.groups, dim=1)
 
     def native(self, q: Tensor, k: Tensor, v: Tensor | Projection, call: Call) -> Tensor | None:
@@ -147,16 +183,25 @@ class MonteCarlo(Method):
         assert isinstance(v, Projection)
         if call.mask.pattern is not None or call.mask.causal or v.x.shape[-1] == 0:
             return None  # a mask or counts that differ by query are as large as A; no features, nothing to sample
+        if not self._estimator.default_counts_and_law:
+            return None  # the kernels know the largest weight and eq. 6 alone
+        if v.x.dtype != v.weight.dtype:
+            v = v.map(widened)  # 16 bits, of which an extreme entry was taken out
         heads, d = q.shape[1] // call.groups, v.x.shape[-1]
         valid, counts, lse = self._count(q, k, v, call)
         call.note(counts=counts, tokens=valid.sum(-1))
-        if bool((counts == d).all()):
+        if v.x.dtype == call.dtype and bool((counts == d).all()):
             values, center = v.project(heads), v.x.new_zeros(1, 1, 1, d)
         else:
+            if self.estimator == "mean":
+                v = v.map(widened)  # the mean is summed in float32
             center = self._estimator.center(v.x, valid)
-            values = self._values(project_by_kernel, v, counts, center, self._estimator.lists(valid, call))
+            lists = self._estimator.lists(valid, call)
+            values = project_by_kernel(v, counts, lists, sampled=self._estimator.samples)
+            values = self._filled(values, v, counts, center)
         quiet = replace(call, statistics=None)
         if call.noted:
+            v, center = v.map(widened), widened(center)
             # Padded to the width of the queries: torch's attention stores all of A where the widths differ.
             off = token_errors(v, center, counts).unsqueeze(-1)
             certificate = attend(q, k, torch.nn.functional.pad(off, (0, q.shape[-1] - 1)), quiet)[..., 0]
@@ -171,20 +216,21 @@ class MonteCarlo(Method):
         valid = kept_keys(call, batch, heads, n_k)
         return valid, self._estimator.count(weight, valid.sum(-1), d), lse
 
-    def _weigh(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return A (B, H, n_q, n_k), which keys count, r (B, H_kv, n_k), and what replaces an inexact token."""
-        heads, d = q.shape[1] // call.groups, v.x.shape[-1]
+    def _weigh(self, q: Tensor, k: Tensor, v: Projection, call: Call) -> _Weighed:
+        own, heads, d = self._estimator, q.shape[1] // call.groups, v.x.shape[-1]
         weights, lse = dense.softmax(dense.logits(q, k, call))  # exact
-        valid, received = largest_weights(weights.detach(), heads, call)  # M (B, H_kv, n_k)
-        counts = self._estimator.count(received, valid.sum(-1), d)
+        valid, received, read = received_weights(weights.detach(), heads, call, self.importance)  # M (B, H_kv, n_k)
+        counts = own.count(received, valid.sum(-1), d, read)
         call.note(counts=counts, tokens=valid.sum(-1))
-        center = v.x.new_zeros(1, 1, 1, d)
+        center, law = v.x.new_zeros(1, 1, 1, d), None
         if bool((counts < d).any()):
-            center = self._estimator.center(v.x, valid)
+            center = own.center(v.x, valid)
+            law = own.law(v, valid) if own.samples else None
         if call.noted:
-            certificate = weights @ token_errors(v, center, counts).repeat_interleave(call.groups, dim=1).unsqueeze(-1)
+            errors = token_errors(v, center, counts, law if own.by_input else None)
+            certificate = weights @ errors.repeat_interleave(call.groups, dim=1).unsqueeze(-1)
             self._note(lse, certificate.squeeze(-1), v, valid, counts, call)
-        return weights, valid, counts, center
+        return _Weighed(weights, counts, own.lists(valid, call), law, center)
 
     def values(self, v: Projection, received: Tensor, valid: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return H + b (B, H, n_k, e) and r, for attention that others compute.
@@ -195,20 +241,23 @@ class MonteCarlo(Method):
         counts = self._estimator.count(received, valid.sum(-1), d)
         if bool((counts == d).all()):
             return v.project(heads), counts
-        lists = self._estimator.lists(valid, Call(scale=1.0, mask=Mask(), draws=draws))
-        by = project_by_kernel if native.ready(v.x) and d > 0 else project
-        return self._values(by, v, counts, self._estimator.center(v.x, valid), lists), counts
+        own = self._estimator
+        lists = own.lists(valid, Call(scale=1.0, mask=Mask(), draws=draws))
+        if native.ready(v.x) and d > 0 and own.default_counts_and_law:
+            values = project_by_kernel(v, counts, lists, sampled=own.samples)
+        else:
+            values = project(v, counts, lists, own.law(v, valid) if own.samples else None)
+        return self._filled(values, v, counts, own.center(v.x, valid)), counts
 
-    def _values(self, by: Callable[..., Tensor], v: Projection, counts: Tensor, center: Tensor, lists: Lists) -> Tensor:
-        """Compute H + b by `project` or `project_by_kernel`, with the projected `center` where it replaces a token."""
-        values = by(v, counts, lists, sampled=self._estimator.samples)
+    def _filled(self, values: Tensor, v: Projection, counts: Tensor, center: Tensor) -> Tensor:
+        """Add the projected `center` where it replaces a token."""
         return fill(values, v, counts, center) if self.estimator == "mean" else values
 
     def _note(self, lse: Tensor, certificate: Tensor, v: Projection, valid: Tensor, counts: Tensor, call: Call) -> None:
         d, tokens = max(v.x.shape[-1], 1), valid.sum(-1).clamp_min(1)
         rate = (counts * valid).sum(-1).double() / (tokens * d)
         call.note(lse=lse, rate=rate, padded_rate=counts.double().mean(-1) / d, certificate=certificate)
-        if self._estimator.samples:
+        if self._estimator.samples and self._estimator.default_counts_and_law:
             beta = (v.x.unsqueeze(1).norm(dim=-1) * valid).sum(-1) / tokens
             call.note(bound=self.alpha * beta * weight_norms(v, counts.shape[1]))
 
@@ -230,6 +279,8 @@ class MonteCarlo(Method):
             rate = float(statistics["padded_rate"].mean())
             draws = tokens * float((counts * (counts < d)).double().mean())
         flops = units * shape.pairs * (2 * shape.head_dim + 1 + 2 * shape.value_dim) + rate * shape.projection_flops
+        if self.probabilities == "input" and rate < 1:
+            flops += 2.0 * tokens * d  # the norms of the columns of X
         if self.estimator == "mean" and rate < 1:
             flops += 2.0 * tokens * d * (1 + shape.value_dim / max(shape.keys, 1))
         # Projected tokens are gathered one head at a time; a draw takes ten to twenty numbers of eight bytes.

@@ -1,14 +1,15 @@
 """Randomised matrix products: x W from a few sampled features of x, unbiased for every number of samples.
 
-H[j] = (1/r_j) sum_{t < r_j} x[j, s_jt] W[s_jt] / p(s_jt),  s_jt drawn from p(k) = |W[k]|^2 / |W|_F^2
+H[j] = (1/r_j) sum_{t < r_j} x[j, s_jt] W[s_jt] / p(s_jt),  s_jt drawn from p, by default p(k) = |W[k]|^2 / |W|_F^2
 
 Equations are those of Kim and Ko, "Fast Monte-Carlo Approximation of the Attention Mechanism" (2022). With r
-independent samples E|H - xW|^2 = (|x|^2 |W|_F^2 - |xW|^2) / r, where x counts only features with p > 0.
+independent samples of that p E|H - xW|^2 = (|x|^2 |W|_F^2 - |xW|^2) / r, where x counts only features with p > 0; of
+any p it is (sum_k x_k^2 |W[k]|^2 / p(k) - |xW|^2) / r.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +26,23 @@ def feature_law(w: Tensor) -> Tensor:
     return norms / norms.sum(-1, keepdim=True).clamp_min(tiny)
 
 
+def input_law(x: Tensor, valid: Tensor, w: Tensor) -> Tensor:
+    """Return p(k) = |X[:, k]| |W[k]| / sum_l |X[:, l]| |W[l]| of eq. 4 in float64: (B, H, d).
+
+    x: (B, n, d). valid: which tokens X holds, (B, H, n). w: (H, d, e).
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    x = x.detach().double()
+    x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)  # as the weight in `feature_law`
+    columns = valid.double() @ x.square()  # |X[:, k]|^2
+    sizes = (columns * feature_law(w)).sqrt()
+    return sizes / sizes.sum(-1, keepdim=True).clamp_min(tiny)
+
+
 def sample_counts(received: Tensor, tokens: Tensor, alpha: float, features: int) -> Tensor:
     """Return r_j = min(d, ceil((N M_j / alpha)^2)), eq. 9 with the rounding that keeps its bound.
 
-    received: M_j (..., n), the largest weight that any query gives to token j.
+    received: M_j (..., n), the largest weight that any query gives to token j, or another measure of its weights.
     tokens: N (...), how many tokens count.
     """
     if alpha == 0:
@@ -71,23 +85,14 @@ class Lists:
 def draw_features(law: Tensor, counts: Tensor, lists: Lists) -> Tensor:
     """Return the features that each token samples: (B, H, n, d) indices, of which token j uses the first r_j.
 
-    law: p (H, d). counts: r (B, H, n).
+    law: p (H, d), or (B, H, d) where it differs by item. counts: r (B, H, n).
     """
-    heads, d = law.shape
-    batch, _, n = counts.shape
-    ranks = lists.ranks
-    uniform = lists.draws.uniform(lists.purpose, 1 if lists.shared else n, d).expand(heads, n, d)
+    (batch, heads, n), d = counts.shape, law.shape[-1]
+    uniform = lists.draws.uniform(lists.purpose, 1 if lists.shared else n, d).expand(batch, heads, n, d)
+    uniform = uniform.gather(2, lists.ranks.unsqueeze(-1).expand(batch, heads, n, d))  # from lists by rank
     if lists.stratified:
-        uniform = _by_rank(uniform, ranks)
         uniform = (torch.arange(d, device=law.device) + uniform) / counts.clamp_min(1).unsqueeze(-1)
-        return _inverse(law.expand(batch, heads, d), uniform)
-    return _by_rank(_inverse(law, uniform), ranks)
-
-
-def _by_rank(lists: Tensor, ranks: Tensor) -> Tensor:
-    """Turn lists by rank (H, n, d) into lists by token (B, H, n, d)."""
-    batch, d = ranks.shape[0], lists.shape[-1]
-    return lists.expand(batch, *lists.shape).gather(2, ranks.unsqueeze(-1).expand(*ranks.shape, d))
+    return _inverse(law.expand(batch, heads, d), uniform)
 
 
 def _cumulative(law: Tensor) -> Tensor:
@@ -101,16 +106,23 @@ def _inverse(law: Tensor, uniform: Tensor) -> Tensor:
     return found.clamp_max(law.shape[-1] - 1)  # only needed for a matrix of zeros or NaN
 
 
-def _scaled_rows(w: Tensor, law: Tensor) -> Tensor:
-    """Return W[k] / p(k): what one draw of feature k adds for every unit of x_k."""
+def inverse_law(law: Tensor) -> Tensor:
+    """Return 1 / p(k), and 0 for a feature that is never drawn."""
     # Draws have 32 bits, so a feature with p <= 2^-64 is never drawn; 1 / p must not become inf, as 0 * inf is NaN. A
     # NaN stays NaN.
-    inverse = torch.where(law <= 2.0**-64, 0.0, 1 / law).to(w.dtype)
-    return w * inverse.unsqueeze(-1)
+    return torch.where(law <= 2.0**-64, 0.0, 1 / law)
+
+
+def _scaled_rows(w: Tensor, law: Tensor) -> Tensor:
+    """Return W[k] / p(k): what one draw of feature k adds for every unit of x_k."""
+    return w * inverse_law(law).to(w.dtype).unsqueeze(-1)
 
 
 def sampled_product(x: Tensor, w: Tensor, law: Tensor, picks: Tensor, counts: Tensor) -> Tensor:
-    """Return H of eq. 5: x (B, H or 1, n, d), w (H, d, e) -> (B, H, n, e). A token without samples gives zeros."""
+    """Return H of eq. 5: x (B, H or 1, n, d), w (H, d, e) -> (B, H, n, e). A token without samples gives zeros.
+
+    law: (H, d) or (B, H, d).
+    """
     d = x.shape[-1]
     used = torch.arange(d, device=x.device) < counts.unsqueeze(-1)
     hits = x.new_zeros(picks.shape).scatter_add(-1, picks, used.to(x.dtype))  # how often j drew feature k
@@ -140,8 +152,12 @@ def ragged_product(
     """Compute `sampled_product` at the cost of its sum r_j draws: each adds one row of w.
 
     x (B, n, d), w (H, d, e) -> (B, H, n, e). Tokens with r_j = d, which are to be projected, cost and give nothing.
+    law: (H, d), or (B, H, d), which takes one product for each item.
     skip: (H,), how many draws of each list come before the r_j that are used; None for 0.
     """
+    if law.ndim == 3:
+        parts = zip(x.split(1), law, counts.split(1), lists.ranks.split(1), strict=True)
+        return torch.cat([ragged_product(a, w, p, r, replace(lists, ranks=at), skip) for a, p, r, at in parts])
     heads, d, e = w.shape
     batch, _, n = counts.shape
     # One entry per token with heads outermost, then one per draw: draws of a head stand together.

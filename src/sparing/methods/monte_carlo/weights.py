@@ -7,10 +7,13 @@ from torch import Tensor
 
 from sparing.call import Call
 from sparing.contract import method
+from sparing.methods.exact import Exact
 
 
 def attend(q: Tensor, k: Tensor, values: Tensor, call: Call) -> Tensor:
     """Multiply A by the values of the key-value heads, as exact attention does."""
+    if q.dtype != values.dtype:  # 16 bits, which only the kernel reads beside wider values
+        return Exact().by_kernel(q, k[:, :: call.groups], values, call)
     exact, values = method("exact"), values.repeat_interleave(call.groups, dim=1)
     out = exact.native(q, k, values, call)
     return exact.fast(q, k, values, call) if out is None else out

@@ -78,4 +78,4 @@ def _joined(seen: Sequence[ObservedCall], length: int) -> ObservedCall:
     else:
         value = along([each.projected for each in seen], 2)
     query, key = along([each.query for each in seen], 2), along([each.key for each in seen], 2)
-    return ObservedCall(first.layer, query, key, value, {**first.call, "attn_mask": None})
+    return ObservedCall(first.layer, query, key, value, {**first.call, "attn_mask": None}, first.max_length)

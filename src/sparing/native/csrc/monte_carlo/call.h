@@ -12,8 +12,7 @@ struct TokenSlot {
 // x W from a few sampled features of x (sampled_projection in Python).
 template <class T>
 struct SampledProjection {
-  const T* x;              // [items][tokens][features]
-  const T* weight;         // [heads][width][features]
+  StoredTokens<T> x;       // one item and one head of items * tokens rows
   const T* bias;           // [heads][width]; null: no bias
   const int64_t* counts;   // [items][heads][tokens] number of samples of a token; `features` means exact
   const int64_t* ranks;    // [items][heads][tokens] index of a token's list of samples
@@ -24,14 +23,26 @@ struct SampledProjection {
   bool shared, stratified;
   const TokenSlot* order;  // [heads][items * tokens], by decreasing count
   const int64_t* most;     // [heads], the largest count below `features`
-  // Prepared for each head: rows of W, and how to draw them.
-  T* rows;    // [heads][row_entries]
-  T* listed;  // the same for the features of the shared list, divided by their probability; null: each token has a list
-  T* inverse;       // [heads][features], 1 / p
-  double* ladder;   // [heads][features], p(0) + ... + p(k)
-  int32_t* starts;  // [heads][kStarts], where to start the search in it
-  int32_t* list;    // [heads][features], the shared list
-  T* out;           // [items][heads][tokens][width]
+  // What depends on the weight alone, for each head: rows of W, and how to draw them.
+  const T* rows;          // [heads][row_entries]
+  const T* inverse;       // [heads][features], 1 / p
+  const double* ladder;   // [heads][features], p(0) + ... + p(k)
+  const int32_t* starts;  // [heads][kStarts], where to start the search in it
+  // The shared list; null: each token has a list.
+  int32_t* list;  // [heads][features]
+  T* listed;      // as `rows`, of the features of the list and divided by their probability
+  T* out;         // [items][heads][tokens][width]
+};
+
+// What projections of the same weight share (projection_tables in Python).
+template <class T>
+struct ProjectionTables {
+  StoredTokens<T> weight;  // [heads] heads of `width` rows of `features`
+  int64_t heads, features, width;
+  T* rows;  // as in SampledProjection
+  T* inverse;
+  double* ladder;
+  int32_t* starts;
 };
 
 // Tokens of one head that one task projects.
@@ -44,9 +55,11 @@ inline constexpr int64_t kStarts = 4097;
 
 template <class T>
 struct ProjectionKernels {
-  int64_t chunk;                                        // largest number of tokens in a task
-  int64_t (*row_entries)(const SampledProjection<T>&);  // entries of `rows` per head
-  int64_t (*scratch)(const SampledProjection<T>&);      // working memory of either step, in entries of T
+  int64_t chunk;                                            // largest number of tokens in a task
+  int64_t (*row_entries)(int64_t features, int64_t width);  // entries of `rows` per head
+  int64_t (*tables_scratch)(const ProjectionTables<T>&);    // working memory of a task, in entries of T
+  void (*tables)(const ProjectionTables<T>&, int64_t first_head, int64_t last_head, T* scratch);
+  int64_t (*scratch)(const SampledProjection<T>&);  // working memory of either step below
   void (*prepare)(const SampledProjection<T>&, int64_t first_head, int64_t last_head, T* scratch);
   void (*project)(const SampledProjection<T>&, const TokenChunk*, T* scratch);
 };
@@ -54,7 +67,7 @@ struct ProjectionKernels {
 // Log-sum-exp of each query, and the largest weight that each key receives.
 template <class T>
 struct Received {
-  Tokens<const T> q, k;
+  StoredTokens<T> q, k;
   const uint8_t* keep;     // [items][keys], 0 for padded keys; null: all are valid
   const uint8_t* counted;  // [items][queries], 0 for queries whose weights do not count; null: all do
   int64_t items, heads, queries, keys, depth;

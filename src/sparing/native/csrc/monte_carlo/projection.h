@@ -22,6 +22,7 @@ struct Samples {
   T* sums;         // [kRows][kColumnVectors vectors]
   int32_t* found;  // [features], the draws of one token, in their order
   uint32_t* bits;  // [features + 2 kDrawn]
+  T* room;         // [kDeep][features], rows of x that are stored in 16 bits
 };
 
 template <class T>
@@ -42,6 +43,7 @@ int64_t lay_out(Samples<T>* samples, const SampledProjection<T>& call, T* memory
   take(&samples->begins, kRows * (feature_groups(call) + 1));
   take(&samples->amounts, kRows * call.features);
   take(&samples->picks, kRows * call.features);
+  take(&samples->room, call.x.room(kDeep, call.features));
   return used;
 }
 
@@ -54,15 +56,20 @@ int64_t projection_scratch(const SampledProjection<T>& call) {
 // A token in the order of a head: its row, its output and its samples.
 template <class T>
 struct Place {
-  const T* x;
+  int64_t token;
   T* out;
   int64_t count, rank;
 
   Place(const SampledProjection<T>& call, int64_t head, int64_t position) {
     const TokenSlot at = call.order[head * call.items * call.tokens + position];
-    x = call.x + at.token * call.features;
+    token = at.token;
     out = call.out + at.value * call.width;
     count = call.counts[at.value], rank = call.ranks[at.value];
+  }
+
+  // Returns its row of x, which may be in `room`.
+  const T* row(const SampledProjection<T>& call, T* room) const {
+    return row_of(call.x, 0, 0, token, call.features, room);
   }
 
   // Writes one panel of the value: sums / samples + bias.
@@ -106,7 +113,8 @@ void project_own(const SampledProjection<T>& call, const TokenChunk& chunk, cons
   int64_t used = 0;
   for (int64_t j = 0; j < chunk.count; ++j) {
     const Place<T> token(call, chunk.head, chunk.first + j);
-    for (int64_t k = 0; k < call.features; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(token.x + k);
+    const T* x = token.row(call, samples.room);
+    for (int64_t k = 0; k < call.features; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(x + k);
     draw(call, chunk.head, token.rank, token.count, samples.bits, samples.found);
     Int<T>* begins = samples.begins + j * (groups + 1);
     for (int64_t g = 0; g <= groups; ++g) begins[g] = 0;
@@ -120,14 +128,15 @@ void project_own(const SampledProjection<T>& call, const TokenChunk& chunk, cons
     for (int64_t t = 0; t < token.count; ++t) {
       const int32_t k = samples.found[t];
       const Int<T> to = begins[k / kGroup]++;
-      samples.amounts[to] = token.x[k] * inverse[k];
+      samples.amounts[to] = x[k] * inverse[k];
       samples.picks[to] = k;
     }
     for (int64_t g = groups; g > 0; --g) begins[g] = begins[g - 1];
     begins[0] = Int<T>(used);
     used += token.count;
   }
-  each_panel(call, call.rows, chunk.head, [&](const Panel<T>& panel, const T* rows) {
+  each_panel<T>(call.features, call.width, chunk.head, [&](const Panel<T>& panel, int64_t at) {
+    const T* rows = call.rows + at;
     switch (panel.width / lanes<T>) {
       case 2: add_groups<T, 2>(samples, chunk.count, groups, rows); break;
       case 4: add_groups<T, 4>(samples, chunk.count, groups, rows); break;
@@ -185,14 +194,16 @@ SPARING_INLINE void prefix_sums(const T* const* x, const int64_t* counts, int64_
 template <class T>
 void project_together(const SampledProjection<T>& call, const TokenChunk& chunk, const Samples<T>& samples,
                       const int32_t* list) {
-  each_panel(call, list ? call.listed : call.rows, chunk.head, [&](const Panel<T>& panel, const T* rows) {
+  const T* table = list ? call.listed : call.rows;
+  each_panel<T>(call.features, call.width, chunk.head, [&](const Panel<T>& panel, int64_t at) {
+    const T* rows = table + at;
     for (int64_t first = 0; first < chunk.count; first += kDeep) {
       const int64_t some = chunk.count - first < kDeep ? chunk.count - first : kDeep;
       const T* x[kDeep];
       int64_t counts[kDeep];
       for (int64_t i = 0; i < some; ++i) {
         const Place<T> token(call, chunk.head, chunk.first + first + i);
-        x[i] = token.x, counts[i] = token.count;
+        x[i] = token.row(call, samples.room + call.x.room(i, call.features)), counts[i] = token.count;
       }
       switch (panel.width / lanes<T>) {
         case 2: prefix_sums<T, 2>(x, counts, some, list, rows, samples.sums); break;
@@ -221,7 +232,13 @@ void projection_project(const SampledProjection<T>& call, const TokenChunk* chun
 
 template <class T>
 constexpr ProjectionKernels<T> projection_kernels() {
-  return {kRows, projection_row_entries<T>, projection_scratch<T>, projection_prepare<T>, projection_project<T>};
+  return {kRows,
+          projection_row_entries<T>,
+          projection_tables_scratch<T>,
+          projection_tables<T>,
+          projection_scratch<T>,
+          projection_prepare<T>,
+          projection_project<T>};
 }
 
 }  // namespace sparing::SPARING_ISA

@@ -4,6 +4,7 @@
 
 #include "common/simd.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "monte_carlo/call.h"
 #include "monte_carlo/philox_lanes.h"
 
@@ -28,33 +29,32 @@ Panel<T> panel_of(int64_t width, int64_t first) {
 }
 
 template <class T>
-int64_t projection_row_entries(const SampledProjection<T>& call) {
+int64_t projection_row_entries(int64_t features, int64_t width) {
   int64_t entries = 0;
-  for (int64_t first = 0; first < call.width;) {
-    const Panel<T> panel = panel_of<T>(call.width, first);
-    entries += panel.width * call.features;
+  for (int64_t first = 0; first < width;) {
+    const Panel<T> panel = panel_of<T>(width, first);
+    entries += panel.width * features;
     first += panel.width;
   }
   return entries;
 }
 
-// Calls visit(panel, rows) for each panel of a head.
+// Calls visit(panel, at) for each panel of a head; `at` is where its rows begin.
 template <class T, class Visit>
-SPARING_INLINE void each_panel(const SampledProjection<T>& call, T* rows, int64_t head, const Visit& visit) {
-  rows += head * projection_row_entries(call);
-  for (int64_t first = 0; first < call.width;) {
-    const Panel<T> panel = panel_of<T>(call.width, first);
-    visit(panel, rows);
-    rows += panel.width * call.features;
+SPARING_INLINE void each_panel(int64_t features, int64_t width, int64_t head, const Visit& visit) {
+  int64_t at = head * projection_row_entries<T>(features, width);
+  for (int64_t first = 0; first < width;) {
+    const Panel<T> panel = panel_of<T>(width, first);
+    visit(panel, at);
+    at += panel.width * features;
     first += panel.width;
   }
 }
 
-// Computes the distribution of a head's features: p(k) = |W[k]|^2 / |W|_F^2.
+// Computes the distribution of a head's features: p(k) = |W[k]|^2 / |W|_F^2. weight: the head's [width][features].
 template <class T>
-void projection_law(const SampledProjection<T>& call, int64_t head) {
+void projection_law(const ProjectionTables<T>& call, int64_t head, const T* weight) {
   const int64_t d = call.features;
-  const T* weight = call.weight + head * call.width * d;
   double* ladder = call.ladder + head * d;
   Vec<T> sizes{};
   int64_t i = 0;
@@ -115,37 +115,59 @@ void draw(const SampledProjection<T>& call, int64_t head, int64_t rank, int64_t 
   }
 }
 
-// Copies the rows of W out of its columns; for a shared list also the listed ones, divided by their probability.
+// Copies the rows of W out of its columns.
 template <class T>
-void projection_rows(const SampledProjection<T>& call, int64_t head, int64_t samples) {
+void projection_rows(const ProjectionTables<T>& call, int64_t head, const T* weight) {
   const int64_t d = call.features;
-  const T* inverse = call.inverse + head * d;
-  const int32_t* list = call.list + head * d;
-  each_panel(call, call.rows, head, [&](const Panel<T>& panel, T* rows) {
-    const T* weight = call.weight + (head * call.width + panel.first) * d;
+  each_panel<T>(d, call.width, head, [&](const Panel<T>& panel, int64_t at) {
+    T* rows = call.rows + at;
+    const T* columns = weight + panel.first * d;
     const int64_t given = call.width - panel.first < panel.width ? call.width - panel.first : panel.width;
     constexpr int64_t kStrip = 16;  // entries of a row that share a cache line
     for (int64_t first = 0; first < d; first += kStrip) {
       const int64_t last = first + kStrip < d ? first + kStrip : d;
       for (int64_t e = 0; e < given; ++e)
-        for (int64_t k = first; k < last; ++k) rows[k * panel.width + e] = weight[e * d + k];
+        for (int64_t k = first; k < last; ++k) rows[k * panel.width + e] = columns[e * d + k];
       for (int64_t e = given; e < panel.width; ++e)
         for (int64_t k = first; k < last; ++k) rows[k * panel.width + e] = T(0);
     }
-    T* listed = samples ? call.listed + (rows - call.rows) : nullptr;
-    for (int64_t t = 0; t < samples; ++t)
-      for (int64_t e = 0; e < panel.width; ++e)
-        listed[t * panel.width + e] = rows[list[t] * panel.width + e] * inverse[list[t]];
   });
 }
 
 template <class T>
+int64_t projection_tables_scratch(const ProjectionTables<T>& call) {
+  return call.weight.room(call.width, call.features);
+}
+
+template <class T>
+void projection_tables(const ProjectionTables<T>& call, int64_t first_head, int64_t last_head, T* scratch) {
+  for (int64_t head = first_head; head < last_head; ++head) {
+    const T* weight = scratch;
+    if (call.weight.storage == Storage::as_is)
+      weight = call.weight.at(0, head, 0);
+    else
+      for (int64_t e = 0; e < call.width; ++e)
+        row_of(call.weight, 0, head, e, call.features, scratch + e * call.features);
+    projection_law(call, head, weight);
+    projection_rows(call, head, weight);
+  }
+}
+
+// Draws the shared list, and copies the rows that are on it, divided by their probability.
+template <class T>
 void projection_prepare(const SampledProjection<T>& call, int64_t first_head, int64_t last_head, T* scratch) {
   for (int64_t head = first_head; head < last_head; ++head) {
-    projection_law(call, head);
-    const int64_t samples = call.listed ? call.most[head] : 0;
-    draw(call, head, 0, samples, reinterpret_cast<uint32_t*>(scratch), call.list + head * call.features);
-    projection_rows(call, head, samples);
+    const T* inverse = call.inverse + head * call.features;
+    int32_t* list = call.list + head * call.features;
+    const int64_t samples = call.most[head];
+    draw(call, head, 0, samples, reinterpret_cast<uint32_t*>(scratch), list);
+    each_panel<T>(call.features, call.width, head, [&](const Panel<T>& panel, int64_t at) {
+      const T* rows = call.rows + at;
+      T* listed = call.listed + at;
+      for (int64_t t = 0; t < samples; ++t)
+        for (int64_t e = 0; e < panel.width; ++e)
+          listed[t * panel.width + e] = rows[list[t] * panel.width + e] * inverse[list[t]];
+    });
   }
 }
 

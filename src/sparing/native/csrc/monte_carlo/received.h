@@ -6,24 +6,29 @@
 #include "common/softmax.h"
 #include "common/sums.h"
 #include "common/tile.h"
+#include "common/widen.h"
 #include "monte_carlo/call.h"
 
 namespace sparing::SPARING_ISA {
 
 template <class T>
 int64_t received_scratch(const Received<T>& call) {
-  return call.depth * kRows + call.keys * (kRows + 1) + 2 * kRows;
+  return call.depth * kRows + call.keys * (kRows + 1) + 2 * kRows + call.q.room(kRows, call.depth) +
+         call.k.room(kKeys, call.depth);
 }
 
 template <class T>
 void received_block(const Received<T>& call, int64_t item, int64_t head, int64_t first, int64_t count,
-                    const Int<T>* place, int64_t found, T* columns, T* scores, T* largest_weight) {
+                    const Int<T>* place, int64_t found, T* columns, T* scores, T* room, T* largest_weight) {
+  T* key_room = room + call.q.room(kRows, call.depth);
   const T *queries[kRows], *keys[kKeys];
-  for (int64_t r = 0; r < count; ++r) queries[r] = call.q.at(item, head, first + r);
+  for (int64_t r = 0; r < count; ++r)
+    queries[r] = row_of(call.q, item, head, first + r, call.depth, room + call.q.room(r, call.depth));
   transpose<T>(queries, count, call.depth, call.scale, columns);
   for (int64_t c = 0; c < found; c += kKeys) {
     const int64_t some = found - c < kKeys ? found - c : kKeys;
-    for (int64_t i = 0; i < some; ++i) keys[i] = call.k.at(item, head, place[c + i]);
+    for (int64_t i = 0; i < some; ++i)
+      keys[i] = row_of(call.k, item, head, place[c + i], call.depth, key_room + call.k.room(i, call.depth));
     dots<T>(keys, some, call.depth, columns, scores + c * kRows);
   }
   T share[kRows];  // the factor of the weights: 1 / total, or 0 for queries that do not count
@@ -59,6 +64,7 @@ void received_forward(const Received<T>& call, int64_t begin, int64_t end, T* sc
   T* columns = scratch;
   T* scores = columns + call.depth * kRows;
   Int<T>* place = reinterpret_cast<Int<T>*>(scores + call.keys * kRows);
+  T* room = reinterpret_cast<T*>(place + call.keys);
   const int64_t blocks = (call.queries + kRows - 1) / kRows;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t unit = task / call.parts, part = task % call.parts;
@@ -70,7 +76,7 @@ void received_forward(const Received<T>& call, int64_t begin, int64_t end, T* sc
     for (int64_t j = 0; j < call.keys; ++j) largest_weight[j] = T(0);
     for (int64_t b = part; b < blocks; b += call.parts) {
       const int64_t first = b * kRows, count = call.queries - first < kRows ? call.queries - first : kRows;
-      received_block(call, item, head, first, count, place, found, columns, scores, largest_weight);
+      received_block(call, item, head, first, count, place, found, columns, scores, room, largest_weight);
     }
   }
 }
