@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +18,11 @@ from sparing.maths.by_kernel import ByKernel
 from sparing.native.attend import attend
 from sparing.native.library import instruction_set_in_use, ready
 
-
-class LeastQueries(NamedTuple):
-    """The fewest queries for which our kernel is faster than torch's; of a call of several kinds, the least of them."""
-
-    plain: float
-    padded: float  #: with key padding, for which torch needs a mask
-    copied: float  #: with shared key heads or 16 bits, for which torch needs a copy
-    causal: float  #: with later keys hidden
-
-
-_NEVER = LeastQueries(*[math.inf] * 4)
-#: By instruction set, and whether the processor is AMD's, where MKL, which multiplies matrices for torch, does not use
-#: AVX-512. The kernel computes up to 32 queries in one pass, so that few of them waste it. Sizes of heads and
-#: numbers of keys change the ratio, but not who wins. Measured in docs/kernels.md; what is not listed loses.
-_LEAST_QUERIES: dict[tuple[str | None, bool], LeastQueries] = {
-    ("avx512", True): LeastQueries(16, 4, 4, 16), ("avx2", True): LeastQueries(16, 8, 8, 16),
-    ("avx512", False): LeastQueries(math.inf, 512, math.inf, 16),
-    ("avx2", False): LeastQueries(math.inf, 512, math.inf, 16),
-}  # fmt: skip
+#: By instruction set: the fewest queries for which our kernel is at least as fast as torch's, in plain calls, and in those
+#: with key padding, shared key heads or 16 bits, for which torch needs a mask or a copy. It computes up to 32 queries in
+#: one pass, so that few of them waste it. Sizes of heads, numbers of keys and causality change the ratio, but not who
+#: wins. Measured in docs/kernels.md; instruction sets that are not listed lose.
+_LEAST_QUERIES: dict[str | None, tuple[float, float]] = {"avx512": (16, 4), "avx2": (16, 8)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +81,7 @@ class Exact(Method):
         wanted = call.noted or mask.offsets is not None  # torch has neither
         if call.tracked or is_tracked(q, k, v):
             return None
-        shared = call.groups > 1
-        if not wanted and not kernel_wins(q, padded=mask.keep is not None, shared=shared, causal=mask.causal):
+        if not wanted and not kernel_wins(q, padded=mask.keep is not None, shared=call.groups > 1):
             return None
         return self.by_kernel(q, k, v, call)
 
@@ -122,24 +103,14 @@ class Exact(Method):
         return Cost(work + shape.projection_flops, 4.0 * units * shape.queries, shape.pairs / max(shape.queries, 1))
 
 
-def kernel_wins(q: Tensor, *, padded: bool, shared: bool, causal: bool) -> bool:
-    """Return whether our kernel can serve a call without gradient, and is faster than torch's.
+def kernel_wins(q: Tensor, *, padded: bool, shared: bool) -> bool:
+    """Return whether our kernel can serve a call without gradient, and is at least as fast as torch's.
 
     padded: with key padding. shared: query heads share key heads.
     """
-    least = _LEAST_QUERIES.get((instruction_set_in_use(), _is_amd()), _NEVER)
-    kinds = ((padded, least.padded), (shared or q.dtype.itemsize == 2, least.copied), (causal, least.causal))
-    return q.shape[2] >= min([least.plain, *(fewest for is_such, fewest in kinds if is_such)]) and ready(q, half=True)
-
-
-@functools.cache
-def _is_amd() -> bool:
-    """Return whether the processor is AMD's, as far as the system tells."""
-    try:
-        said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        said = platform.processor()
-    return "AuthenticAMD" in said
+    plain, other = _LEAST_QUERIES.get(instruction_set_in_use(), (math.inf, math.inf))
+    least = other if padded or shared or q.dtype.itemsize == 2 else plain
+    return q.shape[2] >= least and ready(q, half=True)
 
 
 def is_tracked(*tensors: Tensor) -> bool:

@@ -62,7 +62,7 @@ def may_replace(
     return (
         settings.when != "decode" and not tracing and not dropout and query.dtype == key.dtype == value.dtype
         and (scale is None or isinstance(scale, int | float)) and query.numel() * key.shape[2] >= _LEAST_PRODUCTS
-        and kernel_wins(query, padded=True, shared=True, causal=True) and not is_tracked(query, key, value)
+        and kernel_wins(query, padded=True, shared=True) and not is_tracked(query, key, value)
     )  # fmt: skip
 
 
@@ -77,4 +77,4 @@ def replaces(call: ModelCall) -> bool:
     if call.continues or call.position_bias is not None or not (call.mask.causal or is_padding(mask)):
         return False
     shared = call.query.shape[1] != call.key.shape[1]
-    return kernel_wins(call.query, padded=mask is not None, shared=shared, causal=call.mask.causal)
+    return kernel_wins(call.query, padded=mask is not None, shared=shared)
