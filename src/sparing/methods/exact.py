@@ -20,8 +20,8 @@ from sparing.native.library import instruction_set_in_use, ready
 
 #: By instruction set: the fewest queries for which our kernel is at least as fast as torch's, in plain calls, and in
 #: those with key padding, shared key heads or 16 bits, for which torch needs a mask or a copy. It computes up to 32
-#: queries in one pass, so that few of them waste it. Sizes of heads, numbers of keys and causality change the ratio, but
-#: not who wins. Measured in docs/kernels.md; instruction sets that are not listed lose.
+#: queries in one pass, so that few of them waste it. Sizes of heads, numbers of keys and causality change the ratio,
+#: but not who wins. Measured in docs/kernels.md; instruction sets that are not listed lose.
 _LEAST_QUERIES: dict[str | None, tuple[float, float]] = {"avx512": (16, 4), "avx2": (16, 8)}
 
 
