@@ -13,7 +13,7 @@ from tests.fuzz.door_inputs import Built
 from tests.fuzz.door_rule import largest_logit
 
 #: Methods that choose keys or count samples by comparing numbers: near ties may fall to either side in float32.
-CHOOSING = ("key_clusters", "multipole", "top_keys", "value_aware", "sampled", "monte_carlo")
+CHOOSING = ("key_clusters", "multipole", "skip", "top_keys", "value_aware", "sampled", "monte_carlo")
 ALIKE = ("constant", "duplicates", "zeros", "one_hot", "integers")  #: contents on which such numbers are equal
 
 

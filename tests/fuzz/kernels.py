@@ -30,7 +30,7 @@ METHODS = (
     "monte_carlo(alpha=2.0)", "monte_carlo(alpha=2.0, estimator=stratified, samples=shared)", "window(size=8)",
     "window(size=6, sinks=3)", "window(size=10, sinks=1, global_tokens=2)",
     "key_clusters(clusters=6, keys=8, window=4, chunk=16)", "key_clusters(clusters=0.25, keys=5, order=1, chunk=12)",
-    "multipole(tolerance=0.05, block=16)",
+    "multipole(tolerance=0.05, block=16)", "skip(threshold=0.2)", "skip(threshold=0.7, stride=9)",
     "skyformer(landmarks=6)", "skyformer(landmarks=6, kernel=softmax, solver=newton_schulz)", "yoso(hashes=8)",
     "yoso(hashes=7, bits=4, gradient=exact)", "yoso(hashes=8, hash=gaussian, normalize=none)", "lsh(rounds=2, chunk=4)",
     "lsh(rounds=2, chunk=8, combine=sum, align=rank)", "top_keys(keys=4)",
@@ -38,11 +38,13 @@ METHODS = (
 DECODING = (
     "window(size=8)",
     "multipole(tolerance=0.05, block=16)",
+    "skip(threshold=0.2)",
     "top_keys(keys=4)",
 )
 CHOOSING = (
     "key_clusters",
     "multipole",
+    "skip",
     "top_keys",
     "summaries",
 )  #: near ties may fall to either side in float32
@@ -52,7 +54,11 @@ MOVED = ("columns", "transposed", "sliced")  #: changes that leave the numbers o
 REPEATED = ("steps",)  #: how often something is done: a large number is valid, and takes its time
 TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "bool")
 SHORT = ("bfloat16", "float16")
-COMPILED_BY_TYPE = ("multipole", "window_step")  #: ops whose last place may depend on the type of their inputs
+COMPILED_BY_TYPE = (
+    "multipole",
+    "skip_step",
+    "window_step",
+)  #: ops whose last place may depend on the type of their inputs
 TOLERANCE = {
     torch.bfloat16: 1e-2,
     torch.float16: 2e-3,

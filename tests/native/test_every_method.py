@@ -20,6 +20,8 @@ ROWS_BY_KERNEL = [row for row in ROWS if "native" in row.impls]
 WITHOUT = {  # settings of methods with kernels that run on PyTorch
     "nystrom(landmarks=3, solver=exact)",
     "lsh(rounds=3, chunk=6, combine=ips)",
+    "monte_carlo(alpha=2.0, importance=mean)",
+    "monte_carlo(alpha=2.0, importance=median, probabilities=input)",
     "yoso(expectation=True)",
     "yoso(expectation=True, bits=5, normalize=none, gradient=exact)",
     "yoso(expectation=True, normalize=sum, gradient=exact)",

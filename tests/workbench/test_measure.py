@@ -63,7 +63,7 @@ def test_error_parts_obey_the_triangle_inequality_and_mean_what_they_say(minilm_
         method = sparing.method(spec)
         assert (split.substitution == 0) == (method.exact_target() == sparing.method("exact"))
         assert split.total > 0
-    assert layer_error("exact", layer).total == 0
+    assert layer_error("exact", layer).total < 1e-6, "our kernel against torch's"
     assert layer_error("kernelized", layer).approximation == 0
 
 
