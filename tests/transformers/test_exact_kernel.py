@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import sparing
 from sparing.methods import exact as exact_method
@@ -62,14 +64,16 @@ def test_the_kernel_runs_and_gives_the_stock_model(name, kernel_calls):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_prompts_run_the_kernel_and_tokens_the_models_own(name, cache, kernel_calls):
     """With left padding; the five tokens after the first continue the cache."""
+    # The oldest transformers do not tell how much of a static cache a prompt fills, so that it may be a continuation.
+    known = cache is None or Version(transformers.__version__) >= Version("5.22")
     model, given = build(name), inputs(name)
     given = {key: value for key, value in given.items() if key != "position_ids"}
     asked = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
     before = model.generate(**given, **asked)
     with sparing.approximate(model, "exact") as handle:
         assert torch.equal(model.generate(**given, **asked), before)
-        assert counts(handle) == {(1, 5)}
-        assert len(kernel_calls) == len(handle.layers)
+        assert counts(handle) == ({(1, 5)} if known else {(0, 6)})
+        assert len(kernel_calls) == (len(handle.layers) if known else 0)
         assert all(shape[2] > 1 for shape in kernel_calls)
     with sparing.approximate(model, "exact", when="decode") as handle:
         assert torch.equal(model.generate(**given, **asked), before)

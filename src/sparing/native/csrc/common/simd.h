@@ -65,7 +65,7 @@ SPARING_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
 // that they make, whether a multiply-add takes it as it is, and equal numbers in other lanes give other bits.
 template <class V>
 SPARING_INLINE V rounded(V x) {
-#if defined(__x86_64__)
+#if defined(SPARING_AVX512) || defined(SPARING_AVX2) || defined(SPARING_SSE2)
   asm("" : "+v"(x));  // of a vector, GCC 12 takes __builtin_assoc_barrier lane by lane
   return x;
 #elif __has_builtin(__builtin_assoc_barrier)
