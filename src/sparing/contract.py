@@ -225,6 +225,10 @@ class Method:
         """
         raise NotImplementedError
 
+    def step_flops(self, shown: float, touched: float, head_dim: int, value_dim: int) -> float:
+        """Return the work of steps whose queries see `shown` keys in all and read `touched` of them."""
+        return (shown if self.oracle else touched) * (2.0 * (head_dim + value_dim) + 1.0)  # oracles score every key
+
     def learned(self, heads: int, head_dim: int, value_dim: int, max_length: int | None) -> nn.Module | None:
         """Return the learned state that `sparing.nn` keeps for this method, or None."""
         return None

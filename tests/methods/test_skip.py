@@ -80,8 +80,7 @@ def test_the_bound_holds(n, seed, causal, threshold, stride, sharpness):
     assert (error <= found.statistics["bound"] + 1e-9).all()
 
 
-def test_the_bound_is_not_idle():
-    """Some row errs by a tenth of its bound, so that a bound ten times as tight would fail."""
+def test_a_bound_ten_times_as_tight_would_fail():
     q, k, v = spread_inputs()
     exact = sparing.attention(q, k, v)
     found = sparing.inspect(q, k, v, method="skip(threshold=0.5, stride=32)")
@@ -100,6 +99,12 @@ def test_the_cost_counts_all_scores_and_the_values_that_are_read(causal):
     assert 0.1 < share < 0.9
     assert found.keys == pytest.approx(float(notes["touched"].double().mean()))
     assert method.cost(shape).flops == exact, "nothing is promised without data"
+
+
+def test_a_step_costs_all_scores_and_the_values_that_it_reads():
+    assert Skip().step_flops(shown=100, touched=10, head_dim=4, value_dim=6) == 100 * 9 + 10 * 12
+    assert sparing.method("window").step_flops(100, 10, 4, 6) == 10 * 21
+    assert sparing.method("top_keys").step_flops(100, 10, 4, 6) == 100 * 21, "an oracle scores every key"
 
 
 def test_packed_sequences_have_the_bounds_of_calls_of_their_own():

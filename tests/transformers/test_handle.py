@@ -320,6 +320,15 @@ def test_an_empty_mapping_is_refused_and_an_empty_recipe_is_not(bert):
     assert "restored" in repr(handle)
 
 
+def test_a_mapping_leaves_the_layers_of_none_alone_as_a_recipe_does(bert):
+    with sparing.approximate(bert, {0: None, 1: "window(size=4)"}) as handle:
+        assert list(handle.layers.values()) == ["exact", "window(size=4)"]
+        layers = dict(handle.recipe.layers)
+    assert list(layers.values()) == [None, "window(size=4)"]
+    with sparing.approximate(bert, layers) as handle:
+        assert dict(handle.recipe.layers) == layers
+
+
 def test_a_model_is_not_kept_alive():
     model = build("bert")
     alive = weakref.ref(model)

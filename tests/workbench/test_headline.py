@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from sparing.report.page import page
 from sparing.report.table import show
 from sparing.report.terminal import Terminal
 from sparing.workbench.comparison.generation_row import generation_summary
-from sparing.workbench.comparison.judgement import FASTER, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE
+from sparing.workbench.comparison.judgement import FASTER, ORACLE, REFUSED, SLOWER, UNKNOWN, UNSAFE, UNTIMED
 from sparing.workbench.comparison.summary import summary
 from sparing.workbench.comparison.verdict import Comparison
 from tests.support.comparisons import BAD, FAST, SLOW, example, measured
@@ -45,6 +46,14 @@ def test_six_words_say_what_to_do(cases, words):
     found = prompts(*cases)
     assert found.headline == words
     assert len(words.split()) <= 6
+
+
+def test_exact_attention_alone_on_a_busy_machine_cannot_be_told():
+    time = replace(measured(FAST, FASTER, 0.0, 1.3).time, disturbed="noise")
+    rows = [measured("exact", UNTIMED, 0.0, 1.3, time=time)]
+    found = example(rows=tuple(rows), maps=(), summary=summary(rows, 4, 512, 0.01, "m"))
+    assert found.headline == "Cannot tell: this machine is busy"
+    assert "too busy to time sparing's exact attention: noise. Measure again" in found.summary
 
 
 def test_the_headline_says_what_a_language_model_turns_on():

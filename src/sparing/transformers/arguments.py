@@ -78,7 +78,7 @@ def _from_method(
 
 
 def _from_mapping(
-    what: Mapping[Any, str | Method], places: list[AttentionLayer], layers: Layers | None, seed: int | None
+    what: Mapping[Any, str | Method | None], places: list[AttentionLayer], layers: Layers | None, seed: int | None
 ) -> dict[int, LayerSettings]:
     if layers is not None:
         raise ValueError("layers: the mapping names the layers already; pass one of the two")
@@ -87,6 +87,8 @@ def _from_mapping(
     wanted: dict[int, LayerSettings] = {}
     for key, spec in what.items():
         for index in _select(places, key, "what"):
+            if spec is None:  # as in a recipe: this layer is left alone
+                continue
             method = places[index].method(spec)
             if index in wanted and wanted[index].method != method:
                 raise ValueError(f"what: {places[index].name} is named twice, for {wanted[index].method} and {method}")

@@ -192,9 +192,10 @@ def approximate(
     exception. Calls may be nested: a later one applies to the layers that it names, until it is restored. What a layer
     cannot run raises `Unsupported` before anything is changed.
 
-    Tokens that continue a cache (`generate`) are approximated by multipole, window and top_keys, from a `sparing.Index`
-    beside the layers of a `DynamicCache` or `StaticCache`. Where they run exact attention instead, one warning per
-    handle and reason names the way out; `print(handle)` and `handle.statistics()` show the reason for each layer.
+    Tokens that continue a cache (`generate`) are approximated by multipole, skip, window and top_keys, from a
+    `sparing.Index` beside the layers of a `DynamicCache` or `StaticCache`. Where they run exact attention instead, one
+    warning per handle and reason names the way out; `print(handle)` and `handle.statistics()` show the reason for each
+    layer.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64))

@@ -115,7 +115,7 @@ class Tally:
                 self.shown += shown
                 self.touched += touched
                 self.exact_flops += each * shown
-                self.flops += each * (shown if method.oracle else touched)  # an oracle scores every key first
+                self.flops += method.step_flops(shown, touched, head_dim, width)
             self.pending = []
         return self
 

@@ -32,7 +32,7 @@ class Skip(Method):
     out_i = sum_{j in R_i} w_ij v_j + sum_{tiles t} W_it mean_{j in S_t, w_ij}(v_j),  w_ij = softmax_j(s q_i.k_j)
 
     All scores are computed, so that weights and log-sum-exp are exact. A query wants the keys whose weight is at least
-    the threshold times the largest weight that it has seen, in tiles of 128 keys. Neighbouring queries, 32 in a group,
+    the threshold times the largest weight up to the key's tile of 128 keys. Neighbouring queries, 32 in a group,
     want much the same keys and read them together: R_i holds the keys that one of the group wants; in causal calls one
     of the queries up to i. What a tile leaves out, of weight W_it, is not lost: every `stride`-th of its keys, S_t,
     stands for it, each by its own weight. Without kernels nothing is saved.
@@ -43,8 +43,8 @@ class Skip(Method):
     possible distance to exact attention, |out_i - exact_i| <= left_out_i max_jj' |v_j - v_j'|; `touched`: the number of
     values that a query used. The gradient takes the choice of keys as given.
 
-    threshold: weight from which on a value is read, relative to the largest of the query; 0 reads all.
-    stride: one of so many keys stands for those that are left out; at most 128.
+    threshold: weight from which on a value is read, relative to the largest that the query has seen; 0 reads all.
+    stride: every `stride`-th key of a tile stands for the keys that are left out; at most 128.
 
     >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     >>> sparing.attention(q, k, v, method="skip(threshold=0.02)", is_causal=True).shape
@@ -153,6 +153,9 @@ class Skip(Method):
         tiles = _in_tiles(scores.masked_fill(~seen, -torch.inf))
         out, lse, left, touched = self._mix(tiles, self._wanted(tiles), *valid_first(keep, v))
         return out, {"lse": lse, "left_out": left, "touched": touched}
+
+    def step_flops(self, shown: float, touched: float, head_dim: int, value_dim: int) -> float:
+        return shown * (2.0 * head_dim + 1.0) + touched * 2.0 * value_dim
 
     def full_budget(self, shape: Shape) -> Method:
         return replace(self, threshold=0.0)

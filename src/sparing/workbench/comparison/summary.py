@@ -27,6 +27,12 @@ def summary(rows: Sequence[Row], documents: int, tokens: int, tolerance: float, 
     judged = (SLOWER, UNTIMED, UNKNOWN, UNSAFE)
     tried = [row for row in rows if row.verdict in judged and not is_exact(row)]
     safe = [row for row in tried if row.verdict == SLOWER]
+    busy = next((row for row in rows if row.verdict == UNTIMED and is_exact(row)), None)
+    if not tried and busy is not None:
+        return (
+            f"{on} this machine is too busy to time sparing's exact attention: {busy.disturbed}. Measure again when it "
+            "is idle."
+        )
     if not tried:
         return f"{on} keep exact attention: nothing that could replace it was measured."
     unknown = [row for row in tried if row.verdict == UNKNOWN]
