@@ -16,6 +16,7 @@ from sparing.contract import Cost, Method, Shape, Supports, knob, method
 from sparing.maths import dense
 from sparing.maths.by_kernel import ByKernel
 from sparing.maths.packing import place_of_rank, valid_first
+from sparing.methods.exact import is_tracked
 from sparing.methods.skip.native import skip, skip_step
 from sparing.native.tensors import widened
 
@@ -109,10 +110,10 @@ class Skip(Method):
     def native(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.covers(k.shape[2]) and not call.noted:
             return method("exact").native(q, k, v, call)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        if is_tracked(q, k, v):
             if call.mask.offsets is not None:
                 return None  # the specification, which gives the gradient, knows no packs
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return ByKernel.apply(q, k, v, self, call)
 
     def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
